@@ -1,0 +1,235 @@
+"""A Hugging Face checkpoint folder as an object: name -> tensor, memory-mapped, nothing copied.
+
+Files are data: JSON and safetensors are parsed, nothing is unpickled or executed. The safetensors
+layout is an 8-byte little-endian header length, a JSON header, then the tensors' bytes
+(https://github.com/huggingface/safetensors).
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from npmoe.dtypes import SAFETENSORS_DTYPES
+from npmoe.errors import CheckpointError, UnsupportedModel
+
+INDEX_NAME = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies: shard file, dtype word, shape, byte range within the shard."""
+
+    shard: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def find_checkpoint(path: str | os.PathLike) -> Path:
+    """The folder of a local path or of a name org/name in the local Hugging Face cache.
+
+    Raises CheckpointError if there is none and UnsupportedModel for GGUF and pickle files.
+    """
+    folder = Path(path).expanduser()
+    suffix = folder.suffix.lower()
+    if suffix in (".gguf", ".ggml", ".bin", ".pt", ".pth", ".ckpt", ".pkl"):
+        raise UnsupportedModel(
+            f"{folder}: {suffix} files are not read (pickle can execute code, GGUF is another "
+            "layout). Pass a folder with config.json and .safetensors files."
+        )
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file; pass the folder that holds config.json")
+    name = str(path)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        cached = _find_in_cache(name)
+        if cached is not None:
+            return cached
+        raise CheckpointError(
+            f"{name!r} is neither a folder nor a model in the local Hugging Face cache "
+            f"({_cache_folder()}). npmoe downloads nothing: fetch it first, for example with "
+            f"'hf download {name}'."
+        )
+    raise CheckpointError(f"{folder} does not exist")
+
+
+def _cache_folder() -> Path:
+    """The hub cache, as huggingface_hub places it."""
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"
+    )
+    return Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+
+
+def _find_in_cache(name: str) -> Path | None:
+    """Layout of the cache: models--org--name/{refs/main, snapshots/<commit>/}."""
+    base = _cache_folder() / ("models--" + name.replace("/", "--"))
+    ref = base / "refs" / "main"
+    if ref.is_file():
+        snapshot = base / "snapshots" / ref.read_text().strip()
+        return snapshot if snapshot.is_dir() else None
+    snapshots = sorted((base / "snapshots").glob("*"))
+    return snapshots[0] if len(snapshots) == 1 else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; CheckpointError if it is absent or malformed."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+class Checkpoint:
+    """The tensors of a checkpoint folder.
+
+    Opening reads headers only and checks that every shard is there and whole; `get` maps bytes.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.folder = find_checkpoint(path)
+        self.config = read_json(self.folder / "config.json")
+        self.metadata: dict[str, str] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self._maps: dict[Path, np.memmap] = {}
+        self._used: set[str] = set()
+        self._read_shards()
+
+    def _read_shards(self) -> None:
+        index_path = self.folder / INDEX_NAME
+        weight_map: dict[str, str] = {}
+        if index_path.is_file():
+            weight_map = read_json(index_path).get("weight_map", {})
+            shards = [self.folder / name for name in sorted(set(weight_map.values()))]
+        else:
+            shards = sorted(self.folder.glob("*.safetensors"))
+        if not shards:
+            found = [p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".gguf", ".pt")]
+            hint = f" ({', '.join(sorted(found)[:3])} cannot be used)" if found else ""
+            raise CheckpointError(f"{self.folder}: no .safetensors files{hint}")
+        for shard in shards:
+            if not shard.is_file():
+                raise CheckpointError(
+                    f"{shard} is named in {INDEX_NAME} but is not there: download it again"
+                )
+            for name, info in self._read_header(shard).items():
+                if name in self.tensors:
+                    raise CheckpointError(
+                        f"tensor {name!r} is in {self.tensors[name].shard.name} and {shard.name}"
+                    )
+                self.tensors[name] = info
+        for name, shard_name in weight_map.items():
+            if name not in self.tensors or self.tensors[name].shard.name != shard_name:
+                raise CheckpointError(
+                    f"{INDEX_NAME} places tensor {name!r} in {shard_name}, which does not hold it"
+                )
+
+    def _read_header(self, shard: Path) -> dict[str, TensorInfo]:
+        size = shard.stat().st_size
+        with shard.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{shard} is truncated or not a safetensors file: "
+                    f"{size:,} bytes, header of {length:,}"
+                )
+            try:
+                header = json.loads(file.read(length))
+                self.metadata.update(header.pop("__metadata__", None) or {})
+                infos = {
+                    name: TensorInfo(
+                        shard,
+                        entry["dtype"],
+                        tuple(entry["shape"]),
+                        8 + length + entry["data_offsets"][0],
+                        8 + length + entry["data_offsets"][1],
+                    )
+                    for name, entry in header.items()
+                }
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                raise CheckpointError(f"{shard}: the header is malformed ({error})") from None
+        for name, info in infos.items():
+            self._check_tensor(name, info, size)
+        return infos
+
+    def _check_tensor(self, name: str, info: TensorInfo, size: int) -> None:
+        if info.dtype not in SAFETENSORS_DTYPES:
+            raise UnsupportedModel(
+                f"{info.shard}: tensor {name!r} has dtype {info.dtype!r}; "
+                f"npmoe reads {', '.join(SAFETENSORS_DTYPES)}"
+            )
+        if info.stop > size:
+            raise CheckpointError(
+                f"{info.shard} is truncated: tensor {name!r} ends at byte {info.stop:,}, the file "
+                f"at {size:,}. Download it again."
+            )
+        count = 1
+        for extent in info.shape:
+            if not isinstance(extent, int) or extent < 0:
+                raise CheckpointError(f"{info.shard}: tensor {name!r} has shape {info.shape}")
+            count *= extent
+        if (
+            info.start < 8
+            or info.stop - info.start != count * SAFETENSORS_DTYPES[info.dtype].itemsize
+        ):
+            raise CheckpointError(
+                f"{info.shard}: tensor {name!r} of shape {info.shape} and dtype {info.dtype} "
+                f"spans {info.stop - info.start:,} bytes"
+            )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape, from the header; CheckpointError if it is missing."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.folder}: tensor {name!r} is missing")
+        return self.tensors[name].shape
+
+    def get(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """The tensor as a read-only view of the mapped file, in its own dtype.
+
+        Raises CheckpointError if it is missing or has another shape than `shape`.
+        """
+        if shape is not None and self.shape(name) != shape:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name!r} has shape {list(self.shape(name))}, "
+                f"the config asks for {list(shape)}"
+            )
+        self.shape(name)
+        info = self.tensors[name]
+        self._used.add(name)
+        if info.start == info.stop:
+            return np.empty(info.shape, SAFETENSORS_DTYPES[info.dtype])
+        if info.shard not in self._maps:
+            self._maps[info.shard] = np.memmap(info.shard, np.uint8, "r")
+        raw = self._maps[info.shard][info.start : info.stop]
+        dtype = SAFETENSORS_DTYPES[info.dtype]
+        if info.start % dtype.itemsize:
+            raw = raw.copy()
+        return np.asarray(raw.view(dtype).reshape(info.shape))
+
+    def mark_used(self, name: str) -> None:
+        """Counts a tensor as read, so that `unused` does not list it."""
+        self._used.add(name)
+
+    def unused(self) -> list[str]:
+        """Names that nobody has asked for."""
+        return sorted(set(self.tensors) - self._used)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.stop - info.start for info in self.tensors.values())

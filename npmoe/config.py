@@ -1,0 +1,339 @@
+"""What a checkpoint says of itself (`ModelConfig`) and what the user asks of the engine.
+
+Field names of `ModelConfig` are Hugging Face's. `ConfigReader` reads a config.json strictly: every
+key is either used, known to be without effect on the computation, or an error that names it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from npmoe.errors import UnsupportedModel
+
+NEUTRAL_KEYS = frozenset(
+    """
+    architectures attention_dropout attn_implementation auto_map bad_words_ids bos_token_id
+    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
+    do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    hidden_dropout id2label initializer_range label2id length_penalty max_length min_length
+    model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    output_attentions output_hidden_states output_router_logits output_scores pad_token_id
+    prefix pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty
+    resid_pdrop return_dict return_dict_in_generate router_aux_loss_coef router_jitter_noise
+    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version
+    typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+    """.split()
+)
+"""Keys that change training, sampling defaults or file handling, never the forward pass.
+`pretraining_tp` splits one matrix product into several with the same result."""
+
+
+class ConfigReader:
+    """Hands out the keys of one config dict and remembers which were asked for.
+
+    `ignored` names keys that the user has decided to ignore.
+    """
+
+    def __init__(self, raw: dict[str, Any], where: str, ignored: tuple[str, ...] = ()) -> None:
+        self.raw = raw
+        self.where = where
+        self._seen = set(NEUTRAL_KEYS) | set(ignored)
+
+    def take(self, *names: str, default: Any = ...) -> Any:
+        """The value of the first of `names` that is present and not null, else `default`."""
+        self._seen.update(names)
+        for name in names:
+            if self.raw.get(name) is not None:
+                return self.raw[name]
+        if default is ...:
+            raise UnsupportedModel(f"{self.where}: the key {names[0]!r} is missing")
+        return default
+
+    def take_int(self, *names: str, default: Any = ..., least: int = 1) -> Any:
+        """Like `take`, for a whole number of at least `least`."""
+        value = self.take(*names, default=default)
+        if value is None or value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UnsupportedModel(
+                f"{self.where}: {names[0]} = {value!r}, expected a whole number >= {least}"
+            )
+        return value
+
+    def expect(self, name: str, *allowed: Any) -> None:
+        """Refuses a key whose value asks for something that is not implemented."""
+        value = self.take(name, default=None)
+        if value is not None and value not in allowed:
+            raise UnsupportedModel(
+                f"{self.where}: {name} = {value!r} is not implemented "
+                f"(npmoe implements {', '.join(repr(a) for a in allowed)})"
+            )
+
+    def ignore(self, *names: str) -> None:
+        """Declares keys that this family carries without using them."""
+        self._seen.update(names)
+
+    def finish(self) -> None:
+        """Raises UnsupportedModel for a key that nobody asked for and that is switched on."""
+        for name, value in self.raw.items():
+            off = value is None or value is False or value == [] or value == {}
+            if name not in self._seen and not name.startswith("_") and not off:
+                raise UnsupportedModel(
+                    f"{self.where}: the key {name!r} (= {value!r}) is not known to npmoe and may "
+                    f"change the computation. If it does not, pass "
+                    f"ignore_config_keys=({name!r},) to LLM or --ignore-config-key {name}."
+                )
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding; the fields are those of Hugging Face's `rope_parameters`."""
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        *("factor", "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": ("factor", "short_factor", "long_factor", "attention_factor"),
+}
+"""Rope type -> the keys that it reads besides rope_theta and original_max_position_embeddings."""
+
+ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ROPE_KEYS["llama3"],
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
+
+
+def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> RopeConfig:
+    """Reads both spellings: `rope_theta` + `rope_scaling`, and `rope_parameters`.
+
+    Raises UnsupportedModel for other rope types (`dynamic` too: its frequencies change with the
+    length of the sequence) and for keys that the type does not know.
+    """
+    theta = reader.take("rope_theta", default=None)
+    partial = reader.take("partial_rotary_factor", default=None)
+    top_level_original = reader.take_int("original_max_position_embeddings", default=None)
+    scaling = dict(reader.take("rope_parameters", default=None) or {})
+    scaling = scaling or dict(reader.take("rope_scaling", default=None) or {})
+    reader.ignore("rope_parameters", "rope_scaling")
+    rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    if rope_type not in ROPE_KEYS:
+        raise UnsupportedModel(
+            f"{reader.where}: rope_type {rope_type!r} is not implemented "
+            f"(npmoe implements {', '.join(ROPE_KEYS)})"
+        )
+    values: dict[str, Any] = {"rope_type": rope_type}
+    values["rope_theta"] = float(scaling.pop("rope_theta", None) or theta or default_theta)
+    values["partial_rotary_factor"] = float(
+        scaling.pop("partial_rotary_factor", None) or partial or 1.0
+    )
+    values["original_max_position_embeddings"] = (
+        scaling.pop("original_max_position_embeddings", None) or top_level_original
+    )
+    for key in ROPE_REQUIRED.get(rope_type, ()):
+        if scaling.get(key) is None:
+            raise UnsupportedModel(f"{reader.where}: rope_type {rope_type!r} needs {key!r}")
+    for key in ROPE_KEYS[rope_type]:
+        value = scaling.pop(key, None)
+        if value is not None:
+            values[key] = tuple(value) if isinstance(value, list) else value
+    scaling.pop("finetuned", None)
+    for key, value in scaling.items():
+        if value is not None:
+            raise UnsupportedModel(
+                f"{reader.where}: rope_type {rope_type!r} with {key} = {value!r} is not implemented"
+            )
+    return RopeConfig(**values)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only model. Tuples have one entry a layer."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    clip_qkv: float | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    layer_is_moe: tuple[bool, ...] = ()
+    layer_windows: tuple[int | None, ...] = ()
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """`eos_token_id` of a config: null, one id or a list of ids, as a tuple."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def read_common(reader: ConfigReader, **family: Any) -> ModelConfig:
+    """Reads the keys that every family shares; `family` holds the fields that it reads itself.
+
+    A value in `family` wins, so that a family can give its own default.
+    """
+    hidden = reader.take_int("hidden_size")
+    heads = reader.take_int("num_attention_heads")
+    layers = reader.take_int("num_hidden_layers")
+    bos = reader.raw.get("bos_token_id")
+    values: dict[str, Any] = {
+        "model_type": reader.raw["model_type"],
+        "vocab_size": reader.take_int("vocab_size"),
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": reader.take_int("num_key_value_heads", default=heads),
+        "head_dim": reader.take_int("head_dim", default=hidden // heads),
+        "max_position_embeddings": reader.take_int("max_position_embeddings"),
+        "tie_word_embeddings": bool(reader.take("tie_word_embeddings", default=False)),
+        "layer_is_moe": (False,) * layers,
+        "layer_windows": (None,) * layers,
+        "bos_token_id": bos[0] if isinstance(bos, list) else bos,
+        "eos_token_ids": token_ids(reader.raw.get("eos_token_id")),
+    }
+    reader.expect("hidden_act", "silu")
+    reader.expect("quantization_config")
+    values.update(family)
+    config = ModelConfig(**values)
+    _check_config(config, reader.where)
+    return config
+
+
+def _check_config(config: ModelConfig, where: str) -> None:
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise UnsupportedModel(
+            f"{where}: num_attention_heads = {config.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads = {config.num_key_value_heads}"
+        )
+    if config.head_dim % 2:
+        raise UnsupportedModel(f"{where}: head_dim = {config.head_dim} is odd")
+    if any(config.layer_is_moe) and not 1 <= config.num_experts_per_tok <= config.num_experts:
+        raise UnsupportedModel(
+            f"{where}: num_experts_per_tok = {config.num_experts_per_tok} with "
+            f"num_experts = {config.num_experts}"
+        )
+
+
+KV_FORMATS = ("fp32", "bf16", "fp8", "int8", "int4", "int4_asym", "fp4")
+WEIGHT_FORMATS = (
+    *("fp32", "bf16", "fp16", "fp8", "int8"),
+    *("int4", "int4_asym", "fp4", "mxfp4", "nvfp4"),
+)
+WEIGHT_PARTS = ("experts", "mlp", "attention", "lm_head")
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """Formats of the paged cache. Keys and values are independent.
+
+    `group_size` elements along head_dim share one fp16 scale (8- and 4-bit formats only).
+    """
+
+    key_format: str = "bf16"
+    value_format: str = "bf16"
+    group_size: int = 32
+
+    def __post_init__(self) -> None:
+        for name in (self.key_format, self.value_format):
+            if name not in KV_FORMATS:
+                raise ValueError(f"kv_cache = {name!r}: legal formats are {', '.join(KV_FORMATS)}")
+        if self.group_size not in (16, 32, 64, 128):
+            raise ValueError(f"group_size = {self.group_size!r}: legal values are 16, 32, 64, 128")
+
+    @classmethod
+    def parse(cls, value: "str | tuple[str, str] | KVCacheConfig") -> "KVCacheConfig":
+        """A word for both, a pair (keys, values), or a KVCacheConfig as it is."""
+        if isinstance(value, KVCacheConfig):
+            return value
+        if isinstance(value, str):
+            return cls(value, value)
+        if isinstance(value, tuple | list) and len(value) == 2:
+            return cls(*value)
+        raise ValueError(
+            f"kv_cache = {value!r}: pass a format ({', '.join(KV_FORMATS)}), a pair "
+            f"(keys, values), or a KVCacheConfig"
+        )
+
+
+WeightsPolicy = dict[str, str]
+"""Part -> weight format; a part that is not named keeps what the checkpoint has."""
+
+
+def parse_weights(value: str | dict[str, str]) -> WeightsPolicy:
+    """`"native"`, a format for every part, or a dict part -> format."""
+    if isinstance(value, str):
+        value = dict.fromkeys(WEIGHT_PARTS, value)
+    legal = ("native", *WEIGHT_FORMATS)
+    for part, name in value.items():
+        if part not in WEIGHT_PARTS:
+            raise ValueError(f"weights: no part {part!r}; parts are {', '.join(WEIGHT_PARTS)}")
+        if name not in legal:
+            raise ValueError(f"weights[{part!r}] = {name!r}: legal formats are {', '.join(legal)}")
+    return {part: name for part, name in value.items() if name != "native"}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs; lengths and budgets in tokens.
+
+    max_seq_len: longest prompt + completion; None takes the model's length, bounded by memory.
+    max_num_seqs: sequences that run at the same time; more wait their turn.
+    prefill_chunk: most prompt tokens of one step.
+    memory_fraction: part of the free memory that the KV cache may take.
+    """
+
+    kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
+    max_seq_len: int | None = None
+    max_num_seqs: int = 16
+    page_size: int = 16
+    prefill_chunk: int = 512
+    memory_fraction: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_num_seqs", 1), ("page_size", 1), ("prefill_chunk", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} = {value!r}: expected a whole number >= {least}")
+        if self.max_seq_len is not None and self.max_seq_len < 1:
+            raise ValueError(f"max_seq_len = {self.max_seq_len!r}: expected a whole number >= 1")
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction = {self.memory_fraction!r}: legal range is (0, 1]")

@@ -1,0 +1,1 @@
+"""The paged KV cache: `pages` decides which pages (plain ints), `storage` holds the arrays."""

@@ -1,0 +1,89 @@
+"""The arrays of the KV cache: pages of any format, K and V independent, all layers."""
+
+import numpy as np
+
+from npmoe.config import KVCacheConfig
+from npmoe.dtypes import array_namespace
+from npmoe.errors import UnsupportedModel
+from npmoe.ops.quantize import KVPages
+from npmoe.runtime.device import to_device
+
+BITS = {"fp32": 32, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "int4_asym": 4, "fp4": 4}
+
+
+def kv_bytes_per_token(config: KVCacheConfig, num_kv_heads: int, head_dim: int) -> float:
+    """Bytes that one token takes in one layer, K and V together, scales and zeros included."""
+    total = 0.0
+    for name in (config.key_format, config.value_format):
+        bits = BITS[name] * head_dim
+        if name not in ("fp32", "bf16"):
+            bits += (24 if name == "int4_asym" else 16) * (head_dim // config.group_size)
+        total += num_kv_heads * bits / 8
+    return total
+
+
+class KVCache:
+    """`layers[i]` is (K pages, V pages) of layer i."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        config: KVCacheConfig,
+        device: str = "cpu",
+    ) -> None:
+        """Raises UnsupportedModel if the group size does not divide head_dim."""
+        self.config = config
+        grid = (num_pages, num_kv_heads, page_size)
+        check_kv_format(config, head_dim)
+        self.layers = [
+            (
+                _pages(config.key_format, grid, head_dim, config.group_size, device),
+                _pages(config.value_format, grid, head_dim, config.group_size, device),
+            )
+            for _ in range(num_layers)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(a.nbytes for layer in self.layers for p in layer for a in p.arrays())
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies one page's contents in every layer."""
+        for layer in self.layers:
+            for pages in layer:
+                for a in pages.arrays():
+                    a[target] = a[source]
+
+
+def check_kv_format(config: KVCacheConfig, head_dim: int) -> None:
+    """Raises UnsupportedModel for a format that head_dim cannot hold."""
+    grouped = {config.key_format, config.value_format} - {"fp32", "bf16"}
+    if grouped and head_dim % config.group_size:
+        fitting = [str(g) for g in (16, 32, 64, 128) if head_dim % g == 0]
+        hint = f"use group_size {' or '.join(fitting)}" if fitting else "use fp32 or bf16"
+        raise UnsupportedModel(
+            f"kv_cache {'/'.join(sorted(grouped))}: head_dim = {head_dim} is not a multiple of "
+            f"group_size = {config.group_size}; {hint}"
+        )
+
+
+def _pages(name: str, grid: tuple, head_dim: int, group_size: int, device: str) -> KVPages:
+    """Zeroed pages of one format; grid is (num_pages, num_kv_heads, page_size)."""
+
+    def zeros(width: int, dtype: type) -> np.ndarray:
+        xp = array_namespace(to_device(np.zeros(1), device))
+        return xp.zeros((*grid, width), dtype)
+
+    if name == "fp32":
+        return KVPages(name, zeros(head_dim, np.float32))
+    if name == "bf16":
+        return KVPages(name, zeros(head_dim, np.uint16))
+    groups = head_dim // group_size
+    codes = zeros(head_dim * BITS[name] // 8, np.uint8)
+    zero_points = zeros(groups, np.uint8) if name == "int4_asym" else None
+    return KVPages(name, codes, zeros(groups, np.float16), zero_points)

@@ -1,0 +1,1 @@
+"""Model families as specs over shared layers, and the loader that fills them with weights."""

@@ -1,0 +1,39 @@
+"""Which file reads which `model_type`."""
+
+from types import ModuleType
+from typing import Any
+
+from npmoe.config import ConfigReader, ModelConfig
+from npmoe.errors import UnsupportedModel
+from npmoe.models import llama, mixtral, olmoe, qwen3, qwen3_moe
+from npmoe.models.parameters import Parameter
+from npmoe.models.specs import ModelSpec
+
+FAMILIES: dict[str, ModuleType] = {
+    "llama": llama,
+    "mixtral": mixtral,
+    "olmoe": olmoe,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+}
+
+
+def read_model(
+    raw: dict[str, Any], where: str, ignored: tuple[str, ...] = ()
+) -> tuple[ModelConfig, ModelSpec, list[Parameter]]:
+    """A config dict as config, spec and parameter list.
+
+    Raises UnsupportedModel for an unknown model_type and for keys that are not implemented.
+    """
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:
+        raise UnsupportedModel(
+            f"{where}: model_type {model_type!r} is not implemented "
+            f"(npmoe runs {', '.join(FAMILIES)})"
+        )
+    family = FAMILIES[model_type]
+    reader = ConfigReader(raw, where, ignored)
+    config = family.read_config(reader)
+    reader.finish()
+    spec = family.model_spec(config)
+    return config, spec, family.parameters(config, spec)

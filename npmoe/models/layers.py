@@ -1,0 +1,104 @@
+"""The forward pass, put together from ops as the specs say; no backend word in here."""
+
+from typing import Any
+
+import numpy as np
+
+from npmoe.batch import Batch
+from npmoe.dtypes import Array
+from npmoe.models.specs import ExpertSpec, LayerSpec, ModelSpec
+from npmoe.ops.attention import paged_attention
+from npmoe.ops.embed import embed
+from npmoe.ops.experts import add_experts, add_mlp
+from npmoe.ops.lm_head import lm_head
+from npmoe.ops.norm import rms_norm
+from npmoe.ops.output import add_output
+from npmoe.ops.qkv import QKVWeights, qkv
+from npmoe.ops.quantize import KVPages
+from npmoe.ops.rope import rope_cos_sin, rope_frequencies
+from npmoe.ops.route import route
+
+
+class DecoderLayer:
+    """One layer: `forward` adds attention and MLP to the residual stream in place."""
+
+    def __init__(self, spec: LayerSpec, eps: float, weights: dict[str, Any]) -> None:
+        """weights: this layer's parameters by the last part of their names."""
+        self.spec, self.eps, self.weights = spec, eps, weights
+        self.qkv_weights = QKVWeights(
+            weights["input_layernorm"],
+            weights["qkv_proj"],
+            weights.get("qkv_bias"),
+            weights.get("q_norm"),
+            weights.get("k_norm"),
+        )
+
+    def forward(
+        self, x: Array, batch: Batch, cos: Array, sin: Array, k_pages: KVPages, v_pages: KVPages
+    ) -> None:
+        """x float32 `[T, H]`, changed in place; writes this layer's K and V."""
+        attention, w = self.spec.attention, self.weights
+        q = qkv(
+            x,
+            self.qkv_weights,
+            self.eps,
+            attention.head_dim,
+            cos,
+            sin,
+            k_pages,
+            v_pages,
+            batch.slot_mapping,
+            attention.clip,
+        )
+        attended = paged_attention(
+            q,
+            k_pages,
+            v_pages,
+            batch.block_table,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            attention.scale,
+            attention.window,
+        )
+        add_output(x, attended, w["o_proj"], w.get("o_bias"))
+        norm, mlp = w["post_attention_layernorm"], self.spec.mlp
+        if isinstance(mlp, ExpertSpec):
+            r = mlp.router
+            routed = route(x, norm, self.eps, w["router"], r.top_k, r.renormalize)
+            normed, topk_weights, topk_ids = routed
+            add_experts(x, normed, w["gate_up_proj"], w["down_proj"], topk_weights, topk_ids)
+        else:
+            biases = w.get("gate_up_bias"), w.get("down_bias")
+            add_mlp(x, rms_norm(x, norm, self.eps), w["gate_up_proj"], w["down_proj"], *biases)
+
+
+class CausalLM:
+    """A decoder-only language model with prepared weights."""
+
+    def __init__(self, spec: ModelSpec, weights: dict[str, Any]) -> None:
+        """weights: parameter name -> float32 vector or prepared QuantTensor."""
+        self.spec, self.weights = spec, weights
+        self.frequencies, self.rope_factor = rope_frequencies(
+            spec.rope, spec.head_dim, spec.max_positions
+        )
+        self.layers = []
+        for i, layer in enumerate(spec.layers):
+            prefix = f"layers.{i}."
+            own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+            self.layers.append(DecoderLayer(layer, spec.eps, own))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all prepared weights."""
+        return sum(w.nbytes for w in self.weights.values())
+
+    def forward(self, batch: Batch, cache: list[tuple[KVPages, KVPages]]) -> Array:
+        """Logits float32 `[R, vocab]` of batch.logits_rows; writes K and V of every token."""
+        x = embed(self.weights["embed_tokens"], batch.input_ids)
+        cos, sin = rope_cos_sin(
+            batch.positions, self.frequencies, self.rope_factor, batch.rope_variant
+        )
+        for layer, (k_pages, v_pages) in zip(self.layers, cache, strict=True):
+            layer.forward(x, batch, cos, sin, k_pages, v_pages)
+        rows = np.ascontiguousarray(x[batch.logits_rows])
+        return lm_head(rows, self.weights["norm"], self.spec.eps, self.weights["lm_head"])

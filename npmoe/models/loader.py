@@ -1,0 +1,282 @@
+"""Checkpoint -> prepared weights: checked by name and shape first, then read, converted, laid out.
+
+Two layouts are read. Hugging Face's has one tensor per projection and expert. Ours, written by
+`npmoe convert`, has one tensor per array of a QuantTensor under npmoe's own names, for example
+`layers.0.down_proj.codes` and `layers.0.down_proj.scales`, and says so in config.json.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from npmoe.checkpoint import Checkpoint
+from npmoe.config import ModelConfig, WeightsPolicy
+from npmoe.dtypes import gigabytes
+from npmoe.errors import CheckpointError, OutOfMemory, UnsupportedModel
+from npmoe.formats.quant_tensor import (
+    CODES_PER_BYTE,
+    DEFAULT_GROUP_SIZE,
+    QuantTensor,
+    concatenate_rows,
+    quantize,
+    stack,
+)
+from npmoe.models.families import read_model
+from npmoe.models.layers import CausalLM
+from npmoe.models.parameters import ROUTER, TABLE, VECTOR, Parameter
+from npmoe.models.specs import ModelSpec
+from npmoe.ops.linear import prepare_linear
+from npmoe.runtime.device import free_memory
+from npmoe.runtime.progress import progress, say
+
+QUANT_METHOD = "npmoe"
+_NATIVE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_NATIVE_WORDS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A checkpoint whose headers were read and checked; no weight has been touched yet."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    spec: ModelSpec
+    parameters: list[Parameter]
+    converted: dict[str, Any] | None
+
+
+def open_model(path: Any, ignored: tuple[str, ...] = ()) -> OpenModel:
+    """Reads config and headers and checks that every tensor is there, fits, and is used.
+
+    Raises CheckpointError and UnsupportedModel.
+    """
+    checkpoint = Checkpoint(path)
+    raw = dict(checkpoint.config)
+    quantization = raw.get("quantization_config") or {}
+    converted = None
+    if quantization.get("quant_method") == QUANT_METHOD:
+        del raw["quantization_config"]
+        converted = quantization
+    where = str(checkpoint.folder / "config.json")
+    config, spec, parameters = read_model(raw, where, ignored)
+    opened = OpenModel(checkpoint, config, spec, parameters, converted)
+    _check_tensors(opened)
+    return opened
+
+
+def _check_tensors(opened: OpenModel) -> None:
+    checkpoint = opened.checkpoint
+    missing = []
+    for parameter in opened.parameters:
+        for name, shape in _expected_tensors(opened, parameter):
+            if name not in checkpoint:
+                missing.append(name)
+                continue
+            checkpoint.mark_used(name)
+            if checkpoint.shape(name) != shape:
+                raise CheckpointError(
+                    f"{checkpoint.folder}: tensor {name!r} has shape "
+                    f"{list(checkpoint.shape(name))}, the config asks for {list(shape)}"
+                )
+            word = checkpoint.tensors[name].dtype
+            if opened.converted is None and word not in _NATIVE_WORDS:
+                raise UnsupportedModel(
+                    f"{checkpoint.folder}: tensor {name!r} has dtype {word}; weights of "
+                    f"{opened.config.model_type} are read as {', '.join(_NATIVE_WORDS)}"
+                )
+    if missing:
+        raise CheckpointError(f"{checkpoint.folder}: {_listing(missing)} missing")
+    unused = [name for name in checkpoint.unused() if not _may_be_left(opened, name)]
+    if unused:
+        raise CheckpointError(
+            f"{checkpoint.folder}: {_listing(unused)} not used by model_type "
+            f"{opened.config.model_type!r} with this config; the checkpoint and its config.json "
+            "do not belong together"
+        )
+
+
+def _listing(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"tensor{'s' * (len(names) > 1)} {', '.join(map(repr, names[:3]))}{more}"
+
+
+def _may_be_left(opened: OpenModel, name: str) -> bool:
+    """Tensors that are no part of the computation: buffers, a tied head, layers past the last."""
+    if name.endswith("rotary_emb.inv_freq") or (opened.spec.tied and name == "lm_head.weight"):
+        return True
+    parts = name.split(".")
+    is_layer = parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdigit()
+    return is_layer and int(parts[2]) >= opened.config.num_hidden_layers
+
+
+def _expected_tensors(
+    opened: OpenModel, parameter: Parameter
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the checkpoint tensors behind a parameter."""
+    if opened.converted is not None:
+        format_name = stored_format(opened, parameter)
+        if format_name is None:
+            yield parameter.name, parameter.shape
+            return
+        for field, shape in _field_shapes(opened, parameter, format_name).items():
+            yield f"{parameter.name}.{field}", shape
+    elif parameter.fused is not None and parameter.fused in opened.checkpoint:
+        yield parameter.fused, parameter.shape
+    else:
+        for group in parameter.sources:
+            for name, rows in zip(group, parameter.rows, strict=True):
+                yield name, (rows, *parameter.shape[2 if parameter.stacked else 1 :])
+
+
+def stored_format(opened: OpenModel, parameter: Parameter) -> str | None:
+    """The weight format in which the checkpoint holds a matrix; None for vectors."""
+    if parameter.part == VECTOR:
+        return None
+    if opened.converted is not None:
+        formats = opened.converted.get("formats", {})
+        if parameter.part not in formats:
+            raise CheckpointError(
+                f"{opened.checkpoint.folder}: quantization_config names no format for "
+                f"{parameter.part!r}"
+            )
+        return formats[parameter.part]
+    name = next(n for n, _ in _expected_tensors(opened, parameter))
+    return _NATIVE_WORDS[opened.checkpoint.tensors[name].dtype]
+
+
+def _field_shapes(
+    opened: OpenModel, parameter: Parameter, format_name: str
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of a converted parameter's arrays."""
+    *lead, columns = parameter.shape
+    if format_name in _NATIVE.values():
+        return {"codes": parameter.shape}
+    group = DEFAULT_GROUP_SIZE.get(format_name, columns)
+    if columns % group:
+        raise CheckpointError(
+            f"{opened.checkpoint.folder}: {parameter.name} has {columns} columns, "
+            f"not a multiple of the group of {format_name}, {group}"
+        )
+    shapes = {
+        "codes": (*lead, columns // CODES_PER_BYTE.get(format_name, 1)),
+        "scales": (*lead, columns // group),
+    }
+    if format_name == "int4_asym":
+        shapes["zeros"] = shapes["scales"]
+    if format_name == "nvfp4":
+        shapes["global_scale"] = tuple(lead[:-1])
+    return shapes
+
+
+def read_parameter(opened: OpenModel, parameter: Parameter) -> Any:
+    """A vector as float32, a matrix as QuantTensor in the format that the checkpoint has."""
+    get = opened.checkpoint.get
+    if opened.converted is not None and parameter.part == VECTOR:
+        return np.asarray(get(parameter.name), np.float32)
+    if opened.converted is not None:
+        name = stored_format(opened, parameter)
+        assert name is not None
+        fields = _field_shapes(opened, parameter, name)
+        arrays = {field: get(f"{parameter.name}.{field}") for field in fields}
+        if name in ("bf16", "fp16"):
+            arrays["codes"] = arrays["codes"].view(np.uint16)
+        group = DEFAULT_GROUP_SIZE.get(name, parameter.shape[-1]) if "scales" in arrays else 1
+        w = QuantTensor(name, parameter.shape, arrays.pop("codes"), block=(1, group))
+        return replace(w, **arrays)
+    if parameter.part == VECTOR:
+        rows = [np.asarray(get(name), np.float32) for name in parameter.sources[0]]
+        return np.concatenate(rows)
+    if parameter.fused is not None and parameter.fused in opened.checkpoint:
+        return _native_tensor(get(parameter.fused))
+    groups = []
+    for names in parameter.sources:
+        parts = [_native_tensor(get(name)) for name in names]
+        if len({p.format for p in parts}) > 1:
+            parts = [quantize(p.dequantize(), "fp32") for p in parts]
+        groups.append(concatenate_rows(parts))
+    return stack(groups) if parameter.stacked else groups[0]
+
+
+def _native_tensor(a: np.ndarray) -> QuantTensor:
+    name = _NATIVE[a.dtype.name]
+    return QuantTensor(name, a.shape, a if name == "fp32" else a.view(np.uint16))
+
+
+def convert_parameter(parameter: Parameter, w: QuantTensor, policy: WeightsPolicy) -> QuantTensor:
+    """The matrix in the format that the policy asks for; one expert at a time is ever expanded.
+
+    Raises ValueError, naming the parameter, where the format cannot hold it.
+    """
+    target = policy.get(parameter.part, w.format)
+    if target == w.format:
+        return w
+    try:
+        if parameter.stacked:
+            experts = range(parameter.shape[0])
+            return stack([quantize(w[e].dequantize(), target) for e in experts])
+        return quantize(w.dequantize(), target)
+    except ValueError as error:
+        raise ValueError(
+            f"weights: {parameter.name} {list(parameter.shape)} cannot be {target}: {error}"
+        ) from None
+
+
+def format_bytes(format_name: str, shape: tuple[int, ...]) -> float:
+    """Stored bytes of a matrix `[..., N, K]` in a format, scales included."""
+    count = float(np.prod(shape))
+    if format_name in ("fp32", "bf16", "fp16"):
+        return count * {"fp32": 4, "bf16": 2, "fp16": 2}[format_name]
+    scale_bytes = {"fp8": 4, "mxfp4": 1, "nvfp4": 1, "int4_asym": 3}.get(format_name, 2)
+    group = DEFAULT_GROUP_SIZE.get(format_name, shape[-1])
+    return count / CODES_PER_BYTE.get(format_name, 1) + count / group * scale_bytes
+
+
+def _running_bytes(format_name: str, shape: tuple[int, ...]) -> float:
+    """Bytes of a prepared matrix on the CPU, where 4-bit codes take a byte."""
+    if format_name in CODES_PER_BYTE:
+        return format_bytes(format_name, shape) + float(np.prod(shape)) / 2
+    return format_bytes(format_name, shape)
+
+
+def load_model(
+    opened: OpenModel, policy: WeightsPolicy, device: str, quiet: bool = False
+) -> CausalLM:
+    """Reads, converts and lays out every parameter.
+
+    Raises OutOfMemory before reading when the weights do not fit, and ValueError where a format
+    cannot hold a matrix.
+    """
+    _check_memory(opened, policy, device)
+    weights: dict[str, Any] = {}
+    for parameter in progress(opened.parameters, "loading weights", quiet):
+        w = read_parameter(opened, parameter)
+        if parameter.part != VECTOR:
+            w = convert_parameter(parameter, w, policy)
+            w = w if parameter.part == TABLE else prepare_linear(w)
+        weights[parameter.name] = w
+    extra = [n for n in opened.checkpoint.unused() if not n.endswith("inv_freq")]
+    if extra:
+        say(f"left out {_listing(extra)}: no part of this model's forward pass", quiet)
+    return CausalLM(opened.spec, weights)
+
+
+def _check_memory(opened: OpenModel, policy: WeightsPolicy, device: str) -> None:
+    needed = 0.0
+    for parameter in opened.parameters:
+        if parameter.part not in (VECTOR, TABLE):
+            native = stored_format(opened, parameter)
+            assert native is not None
+            needed += _running_bytes(policy.get(parameter.part, native), parameter.shape)
+    free = free_memory(device)
+    if needed > free:
+        four_bit = sum(
+            _running_bytes("fp4", p.shape)
+            for p in opened.parameters
+            if p.part not in (VECTOR, TABLE, ROUTER)
+        )
+        raise OutOfMemory(
+            f"the weights need {gigabytes(needed)}, {gigabytes(free)} are free; "
+            f"weights='fp4' would take {gigabytes(four_bit)}"
+        )

@@ -1,0 +1,135 @@
+"""The list of a model's parameters: our names, shapes, and the checkpoint tensors behind each."""
+
+from dataclasses import dataclass
+
+from npmoe.models.specs import ExpertSpec, ModelSpec
+
+VECTOR, TABLE, ROUTER = "vector", "table", "router"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the model.
+
+    part: "experts", "mlp", "attention" or "lm_head" (matrices whose format the user chooses),
+    "vector" (norms and biases, float32), "table" (the embedding) or "router" (kept as they are).
+    sources: checkpoint names; the inner tuple is joined along rows, the outer stacked (experts).
+    fused: one tensor that may stand in the checkpoint instead of all sources, with the same shape.
+    """
+
+    name: str
+    part: str
+    shape: tuple[int, ...]
+    sources: tuple[tuple[str, ...], ...]
+    rows: tuple[int, ...]
+    fused: str | None = None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the leading axis counts experts."""
+        return len(self.shape) == 3
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """How a family spells the tensors that differ between families.
+
+    `mlp` is the block's prefix, `expert` the names of an expert's gate, up and down matrices.
+    """
+
+    moe: str = "mlp"
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+def decoder_parameters(spec: ModelSpec, names: TensorNames) -> list[Parameter]:
+    """Every parameter of a decoder in Hugging Face layout."""
+    hidden = spec.hidden_size
+    embedding = ("model.embed_tokens.weight",)
+    found = [
+        Parameter(
+            "embed_tokens", TABLE, (spec.vocab_size, hidden), (embedding,), (spec.vocab_size,)
+        )
+    ]
+    for i in range(len(spec.layers)):
+        found += _layer_parameters(spec, i, names)
+    found.append(_single("norm", VECTOR, (hidden,), "model.norm.weight"))
+    head = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
+    found.append(_single("lm_head", "lm_head", (spec.vocab_size, hidden), head))
+    return found
+
+
+def _single(name: str, part: str, shape: tuple[int, ...], source: str) -> Parameter:
+    return Parameter(name, part, shape, ((source,),), (shape[0],))
+
+
+def _layer_parameters(spec: ModelSpec, i: int, names: TensorNames) -> list[Parameter]:
+    attention, mlp, hidden = spec.layers[i].attention, spec.layers[i].mlp, spec.hidden_size
+    ours, theirs = f"layers.{i}.", f"model.layers.{i}."
+    q = attention.num_heads * attention.head_dim
+    kv = attention.num_kv_heads * attention.head_dim
+    qkv = tuple(f"{theirs}self_attn.{p}_proj" for p in "qkv")
+    weights = tuple(f"{p}.weight" for p in qkv)
+    o_proj = f"{theirs}self_attn.o_proj"
+    found = [
+        _single(f"{ours}input_layernorm", VECTOR, (hidden,), f"{theirs}input_layernorm.weight"),
+        Parameter(f"{ours}qkv_proj", "attention", (q + 2 * kv, hidden), (weights,), (q, kv, kv)),
+        _single(f"{ours}o_proj", "attention", (hidden, q), f"{o_proj}.weight"),
+    ]
+    if attention.bias:
+        biases = tuple(f"{p}.bias" for p in qkv)
+        found += [
+            Parameter(f"{ours}qkv_bias", VECTOR, (q + 2 * kv,), (biases,), (q, kv, kv)),
+            _single(f"{ours}o_bias", VECTOR, (hidden,), f"{o_proj}.bias"),
+        ]
+    if attention.qk_norm != "none":
+        per_head = attention.qk_norm == "head"
+        for which, width in (("q_norm", q), ("k_norm", kv)):
+            shape = (attention.head_dim if per_head else width,)
+            found.append(
+                _single(f"{ours}{which}", VECTOR, shape, f"{theirs}self_attn.{which}.weight")
+            )
+    after = "post_attention_layernorm"
+    found.append(_single(f"{ours}{after}", VECTOR, (hidden,), f"{theirs}{after}.weight"))
+    if isinstance(mlp, ExpertSpec):
+        return found + _expert_parameters(mlp, hidden, ours, f"{theirs}{names.moe}.", theirs, names)
+    width, block = mlp.intermediate_size, f"{theirs}mlp."
+    for suffix, part in (("weight", "mlp"), ("bias", VECTOR)) if mlp.bias else (("weight", "mlp"),):
+        ending = "_proj" if suffix == "weight" else "_bias"
+        columns = ((hidden,), (width,)) if suffix == "weight" else ((), ())
+        both = (f"{block}gate_proj.{suffix}", f"{block}up_proj.{suffix}")
+        shape = (2 * width, *columns[0])
+        found += [
+            Parameter(f"{ours}gate_up{ending}", part, shape, (both,), (width, width)),
+            _single(
+                f"{ours}down{ending}", part, (hidden, *columns[1]), f"{block}down_proj.{suffix}"
+            ),
+        ]
+    return found
+
+
+def _expert_parameters(
+    mlp: ExpertSpec, hidden: int, ours: str, block: str, theirs: str, names: TensorNames
+) -> list[Parameter]:
+    count, width = mlp.router.num_experts, mlp.intermediate_size
+    gate, up, down = names.expert
+    experts = [f"{block}experts.{e}." for e in range(count)]
+    fused = f"{theirs}mlp.experts."
+    return [
+        _single(f"{ours}router", ROUTER, (count, hidden), f"{block}gate.weight"),
+        Parameter(
+            f"{ours}gate_up_proj",
+            "experts",
+            (count, 2 * width, hidden),
+            tuple((f"{e}{gate}.weight", f"{e}{up}.weight") for e in experts),
+            (width, width),
+            f"{fused}gate_up_proj",
+        ),
+        Parameter(
+            f"{ours}down_proj",
+            "experts",
+            (count, hidden, width),
+            tuple((f"{e}{down}.weight",) for e in experts),
+            (hidden,),
+            f"{fused}down_proj",
+        ),
+    ]

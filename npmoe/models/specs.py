@@ -1,0 +1,86 @@
+"""What a decoder layer is made of, as frozen data; families fill these in and layers.py obeys."""
+
+from dataclasses import dataclass
+
+from npmoe.config import RopeConfig
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """qk_norm: "none", "head" (one norm per head) or "projection" (one over all heads).
+
+    window: keys a query sees, itself included; None = all. clip bounds q, k and v.
+    scale multiplies q . k.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    qk_norm: str = "none"
+    bias: bool = False
+    window: int | None = None
+    clip: float | None = None
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """A dense gated MLP (SwiGLU)."""
+
+    intermediate_size: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """Softmax over all experts, then the top k; `renormalize` makes the k weights sum to 1."""
+
+    num_experts: int
+    top_k: int
+    renormalize: bool
+
+
+@dataclass(frozen=True)
+class ExpertSpec:
+    """Routed gated MLPs (SwiGLU), all of one width."""
+
+    router: RouterSpec
+    intermediate_size: int
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer: attention, then a dense MLP or routed experts."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec | ExpertSpec
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A whole decoder-only model."""
+
+    hidden_size: int
+    vocab_size: int
+    eps: float
+    rope: RopeConfig
+    max_positions: int
+    layers: tuple[LayerSpec, ...]
+    tied: bool
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of the cache, the same in every layer."""
+        return self.layers[0].attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Head size of the cache, the same in every layer."""
+        return self.layers[0].attention.head_dim
+
+    @property
+    def longrope_switch(self) -> int | None:
+        """Sequences longer than this take longrope's long factors; None for other types."""
+        if self.rope.rope_type != "longrope":
+            return None
+        return self.rope.original_max_position_embeddings or self.max_positions

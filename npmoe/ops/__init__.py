@@ -1,0 +1,1 @@
+"""The fused steps: contract, NumPy twin, CPU version and launcher, one file each."""

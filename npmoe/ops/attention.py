@@ -1,0 +1,217 @@
+"""Paged causal attention over a cache of any format, K and V independent.
+
+out[t, h] = sum_j softmax_j(scale * q[t, h] . k[j, h // ratio]) v[j, h // ratio]
+
+over the cached positions j <= position of t, and j > position - window where there is a window.
+The current token's key and value are read from the cache too, quantised like all others.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from npmoe.dtypes import Array
+from npmoe.formats.minifloat import E2M1_VALUES, E4M3_VALUES
+from npmoe.ops.linear import FEW_TOKENS
+from npmoe.ops.quantize import KVPages, read_kv_pages
+from npmoe.runtime.device import jit, parallel_ranges
+
+QUERY_BLOCK = 128
+
+
+def paged_attention_ref(
+    q: Array,
+    k_pages: KVPages,
+    v_pages: KVPages,
+    block_table: Array,
+    cu_seqlens_q: Array,
+    seq_lens: Array,
+    scale: float,
+    window: int | None = None,
+) -> Array:
+    """The definition.
+
+    q float32 `[T, num_heads, D]`, ragged: sequence s owns the rows from cu_seqlens_q[s] to
+    cu_seqlens_q[s + 1], which are its last positions, up to seq_lens[s] - 1. block_table int32
+    `[S, max_pages]`, seq_lens int32 `[S]` counts cached and new tokens. -> float32 like q.
+    """
+    out = np.empty_like(q)
+    for s, length in enumerate(seq_lens):
+        start, stop = int(cu_seqlens_q[s]), int(cu_seqlens_q[s + 1])
+        k = read_kv_pages(k_pages, block_table[s], int(length))
+        v = read_kv_pages(v_pages, block_table[s], int(length))
+        for first in range(start, stop, QUERY_BLOCK):
+            last = min(first + QUERY_BLOCK, stop)
+            positions = np.arange(first, last) - stop + int(length)
+            out[first:last] = _attend(q[first:last], k, v, positions, scale, window)
+    return out
+
+
+def _attend(
+    q: Array, k: Array, v: Array, positions: Array, scale: float, window: int | None
+) -> Array:
+    """q `[T, heads, D]` at positions `[T]` against k, v `[L, kv_heads, D]` -> `[T, heads, D]`."""
+    num_tokens, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.reshape(num_tokens, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)
+    scores = grouped @ k.transpose(1, 2, 0)[:, None] * np.float32(scale)  # [kv, ratio, T, L]
+    keys = np.arange(k.shape[0])
+    hidden = keys > positions[:, None]
+    if window is not None:
+        hidden |= keys <= positions[:, None] - window
+    scores = np.where(hidden, np.float32(-np.inf), scores)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    mixed = weights @ v.transpose(1, 0, 2)[:, None]
+    return mixed.transpose(2, 0, 1, 3).reshape(q.shape)
+
+
+def paged_attention(
+    q: Array,
+    k_pages: KVPages,
+    v_pages: KVPages,
+    block_table: Array,
+    cu_seqlens_q: Array,
+    seq_lens: Array,
+    scale: float,
+    window: int | None = None,
+) -> Array:
+    """See `paged_attention_ref`. Few queries run compiled, straight from the pages."""
+    out = np.empty_like(q)
+    for s, length in enumerate(seq_lens):
+        start, stop = int(cu_seqlens_q[s]), int(cu_seqlens_q[s + 1])
+        rows = q[start:stop]
+        if stop - start > FEW_TOKENS:
+            ragged = np.array([0, stop - start]), seq_lens[s : s + 1]
+            table = block_table[s : s + 1]
+            out[start:stop] = paged_attention_ref(
+                rows, k_pages, v_pages, table, *ragged, scale, window
+            )
+            continue
+        position = int(length) - (stop - start)
+        reach = min(int(length), window or int(length))
+        arguments = (
+            *(np.ascontiguousarray(rows), *_decoder(k_pages), *_decoder(v_pages), _FP16_VALUES),
+            *(block_table[s], position, np.float32(scale), window or 0, out[start:stop]),
+        )
+        run = partial(_attention_cpu, *arguments)
+        parallel_ranges(k_pages.codes.shape[1], 2 * reach * rows.size, run)
+    return out
+
+
+_FP16_VALUES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+_KINDS = {"fp32": 0, "bf16": 1, "fp8": 2, "int8": 2, "int4": 3, "int4_asym": 3, "fp4": 3}
+_CODE_VALUES = {
+    "fp8": E4M3_VALUES,
+    "int8": np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32),
+    "int4": np.arange(16, dtype=np.float32) - 8,
+    "int4_asym": np.arange(16, dtype=np.float32),
+    "fp4": E2M1_VALUES,
+}
+_NONE = np.zeros((1, 1, 1, 1), np.uint8)
+
+
+def _decoder(pages: KVPages) -> tuple:
+    """Codes, scales as fp16 bits, zeros, value of each code, kind; a dummy where there is none.
+
+    Numba compiles one version per dtype of the codes: float32, uint16 (bf16) or uint8.
+    """
+    scales = _NONE.astype(np.uint16) if pages.scales is None else pages.scales.view(np.uint16)
+    zeros = _NONE if pages.zeros is None else pages.zeros
+    table = _CODE_VALUES.get(pages.format, E2M1_VALUES)
+    return pages.codes, scales, zeros, table, _KINDS[pages.format]
+
+
+@jit
+def _decode_row(codes, scales, zeros, table, kind, fp16, p, h, i, row):  # type: ignore[no-untyped-def]
+    """Page p, head h, offset i -> row float32 [D]. kind: 0 fp32, 1 bf16, 2 bytes, 3 nibbles."""
+    width = row.shape[0]
+    if kind == 0:
+        for d in range(width):
+            row[d] = np.float32(codes[p, h, i, d])
+    elif kind == 1:
+        for d in range(width):
+            row[d] = np.uint32(np.uint32(codes[p, h, i, d]) << np.uint32(16)).view(np.float32)
+    else:
+        groups = scales.shape[3]
+        group = width // groups
+        for g in range(groups):
+            scale = fp16[scales[p, h, i, g]]
+            zero = np.float32(zeros[p, h, i, g]) if zeros.shape == scales.shape else np.float32(0)
+            if kind == 2:
+                for d in range(g * group, (g + 1) * group):
+                    row[d] = table[np.int64(codes[p, h, i, d])] * scale
+            else:
+                for d in range(g * group, (g + 1) * group, 2):
+                    pair = np.int64(codes[p, h, i, d >> 1])
+                    row[d] = (table[pair & 15] - zero) * scale
+                    row[d + 1] = (table[pair >> 4] - zero) * scale
+
+
+@jit
+def _attention_cpu(  # type: ignore[no-untyped-def]
+    q,
+    k_codes,
+    k_scales,
+    k_zeros,
+    k_table,
+    k_kind,
+    v_codes,
+    v_scales,
+    v_zeros,
+    v_table,
+    v_kind,
+    fp16,
+    pages,
+    position,
+    scale,
+    window,
+    out,
+    first_head,
+    last_head,
+):
+    """q and out [T, heads, D] of one sequence from `position` on; kv heads first to last."""
+    num_tokens, heads, dim = q.shape
+    page_size = k_codes.shape[2]
+    ratio = heads // k_codes.shape[1]
+    row = np.empty(dim, np.float32)
+    part = np.empty(8, np.float32)
+    for t in range(num_tokens):
+        stop = position + t + 1
+        start = max(0, stop - window) if window > 0 else 0
+        scores = np.empty((ratio, stop - start), np.float32)
+        for kv in range(first_head, last_head):
+            for j in range(start, stop):
+                page = pages[j // page_size]
+                _decode_row(
+                    k_codes, k_scales, k_zeros, k_table, k_kind, fp16, page, kv, j % page_size, row
+                )
+                for h in range(ratio):
+                    part[:] = 0
+                    for d in range(0, dim - dim % 8, 8):
+                        for i in range(8):
+                            part[i] += q[t, kv * ratio + h, d + i] * row[d + i]
+                    for d in range(dim - dim % 8, dim):
+                        part[0] += q[t, kv * ratio + h, d] * row[d]
+                    dot = np.float32(0)
+                    for i in range(8):
+                        dot += part[i]
+                    scores[h, j - start] = dot * scale
+            for h in range(ratio):
+                top = scores[h].max()
+                total = np.float64(0)
+                for j in range(stop - start):
+                    scores[h, j] = np.exp(scores[h, j] - top)
+                    total += scores[h, j]
+                for j in range(stop - start):
+                    scores[h, j] /= np.float32(total)
+                out[t, kv * ratio + h, :] = 0
+            for j in range(start, stop):
+                page = pages[j // page_size]
+                _decode_row(
+                    v_codes, v_scales, v_zeros, v_table, v_kind, fp16, page, kv, j % page_size, row
+                )
+                for h in range(ratio):
+                    weight = scores[h, j - start]
+                    for d in range(dim):
+                        out[t, kv * ratio + h, d] += weight * row[d]

@@ -1,0 +1,85 @@
+"""Steps 5 and 6 of a layer: gated expert MLPs, weighted combine, residual add; and the dense MLP.
+
+mlp(x) = down(silu(gate(x)) * up(x)), with gate and up in one matrix `[2I, H]`, gate rows first.
+"""
+
+import numpy as np
+
+from npmoe.dtypes import Array
+from npmoe.formats.quant_tensor import QuantTensor
+from npmoe.ops.linear import linear
+from npmoe.runtime.device import jit
+
+
+def swiglu_ref(gate_up: Array) -> Array:
+    """float32 `[T, 2I]` -> silu(gate) * up, `[T, I]`."""
+    gate, up = np.split(gate_up, 2, axis=-1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def swiglu(gate_up: Array) -> Array:
+    """float32 `[T, 2I]` -> silu(gate) * up, `[T, I]`."""
+    out = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
+    _swiglu_cpu(gate_up, out)
+    return out
+
+
+@jit
+def _swiglu_cpu(gate_up, out):  # type: ignore[no-untyped-def]
+    for t in range(out.shape[0]):
+        for i in range(out.shape[1]):
+            gate = gate_up[t, i]
+            out[t, i] = gate / (np.float32(1) + np.exp(-gate)) * gate_up[t, out.shape[1] + i]
+
+
+def add_mlp(
+    residual: Array,
+    x: Array,
+    gate_up_proj: QuantTensor,
+    down_proj: QuantTensor,
+    gate_up_bias: Array | None = None,
+    down_bias: Array | None = None,
+) -> None:
+    """residual `[T, H]` += mlp(x `[T, H]`), gate_up_proj `[2I, H]`, down_proj `[H, I]`."""
+    residual += linear(swiglu(linear(x, gate_up_proj, gate_up_bias)), down_proj, down_bias)
+
+
+def experts_ref(
+    x: Array, gate_up_proj: QuantTensor, down_proj: QuantTensor, weights: Array, ids: Array
+) -> Array:
+    """The definition: sum over k of topk_weights[t, k] * mlp of expert topk_ids[t, k] -> `[T, H]`.
+
+    x float32 `[T, H]`, gate_up_proj `[E, 2I, H]`, down_proj `[E, H, I]`, weights and ids `[T, K]`.
+    """
+    out = np.zeros_like(x)
+    for t in range(x.shape[0]):
+        for weight, e in zip(weights[t], ids[t], strict=True):
+            hidden = swiglu_ref(x[t : t + 1] @ gate_up_proj[e].dequantize().T)
+            out[t] += weight * (hidden @ down_proj[e].dequantize().T)[0]
+    return out
+
+
+def add_experts(
+    residual: Array,
+    x: Array,
+    gate_up_proj: QuantTensor,
+    down_proj: QuantTensor,
+    topk_weights: Array,
+    topk_ids: Array,
+) -> None:
+    """residual `[T, H]` += the combined experts; shapes as in `experts_ref`.
+
+    Tokens are grouped by expert, so that each expert's weights are read once.
+    """
+    num_tokens, k = topk_ids.shape
+    flat = topk_ids.reshape(-1)
+    sorted_pair_ids = np.argsort(flat, kind="stable")
+    pairs = np.empty((num_tokens * k, residual.shape[1]), np.float32)
+    edges = np.flatnonzero(np.diff(flat[sorted_pair_ids], prepend=-1, append=-1))
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        chosen = sorted_pair_ids[start:stop]
+        expert = int(flat[chosen[0]])
+        hidden = swiglu(linear(x[chosen // k], gate_up_proj, expert=expert))
+        pairs[chosen] = linear(hidden, down_proj, expert=expert)
+    for slot in range(k):  # in the router's order, whatever the batch
+        residual += topk_weights[:, slot, None] * pairs[slot::k]

@@ -1,0 +1,66 @@
+"""Step 1 of a layer: norm, QKV projection, q/k norm, rotary, and K and V into their pages."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from npmoe.dtypes import Array
+from npmoe.formats.quant_tensor import QuantTensor
+from npmoe.ops.linear import linear
+from npmoe.ops.norm import rms_norm
+from npmoe.ops.quantize import KVPages, write_kv_pages
+from npmoe.ops.rope import rotate
+
+
+@dataclass(frozen=True)
+class QKVWeights:
+    """Weights of the step. qkv_proj `[(heads + 2 kv_heads) * D, H]`: rows of q, then k, then v.
+
+    input_norm float32 `[H]`. bias float32 `[rows]` or None. q_norm and k_norm float32: `[D]` for a
+    norm per head, `[heads * D]` and `[kv_heads * D]` for one over the projection, or None.
+    """
+
+    input_norm: Array
+    qkv_proj: QuantTensor
+    bias: Array | None
+    q_norm: Array | None
+    k_norm: Array | None
+
+
+def qkv(
+    x: Array,
+    w: QKVWeights,
+    eps: float,
+    head_dim: int,
+    cos: Array,
+    sin: Array,
+    k_pages: KVPages,
+    v_pages: KVPages,
+    slot_mapping: Array,
+    clip: float | None = None,
+) -> Array:
+    """x float32 `[T, H]` -> q float32 `[T, heads, D]`; writes k and v to their slots.
+
+    cos and sin `[T, R]` as for `rope`; slot_mapping int32 `[T]`, -1 = skip; `clip` bounds q, k
+    and v after the norm (olmoe).
+    """
+    num_tokens = x.shape[0]
+    projected = linear(rms_norm(x, w.input_norm, eps), w.qkv_proj, w.bias)
+    kv_rows = k_pages.codes.shape[1] * head_dim
+    q, k, v = np.split(projected, [projected.shape[1] - 2 * kv_rows, -kv_rows], axis=1)
+    q, k = _norm(q, w.q_norm, head_dim, eps), _norm(k, w.k_norm, head_dim, eps)
+    if clip is not None:
+        q, k, v = (np.clip(a, -clip, clip) for a in (q, k, v))
+    q, k, v = (np.ascontiguousarray(a).reshape(num_tokens, -1, head_dim) for a in (q, k, v))
+    rotate(q, cos, sin)
+    rotate(k, cos, sin)
+    write_kv_pages(k_pages, k, slot_mapping)
+    write_kv_pages(v_pages, v, slot_mapping)
+    return q
+
+
+def _norm(x: Array, weight: Array | None, head_dim: int, eps: float) -> Array:
+    """Per head where the weight has head_dim elements, else over the whole projection."""
+    if weight is None:
+        return x
+    return rms_norm(x.reshape(-1, weight.shape[0]), weight, eps).reshape(x.shape)

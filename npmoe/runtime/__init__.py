@@ -1,0 +1,1 @@
+"""The only places that touch the machine: devices, compilers, files of the package, progress."""
