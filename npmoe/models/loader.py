@@ -179,7 +179,7 @@ def read_parameter(opened: OpenModel, parameter: Parameter) -> Any:
         name = stored_format(opened, parameter)
         assert name is not None
         fields = _field_shapes(opened, parameter, name)
-        arrays = {field: get(f"{parameter.name}.{field}") for field in fields}
+        arrays: dict[str, Any] = {f: get(f"{parameter.name}.{f}") for f in fields}
         if name in ("bf16", "fp16"):
             arrays["codes"] = arrays["codes"].view(np.uint16)
         group = DEFAULT_GROUP_SIZE.get(name, parameter.shape[-1]) if "scales" in arrays else 1
