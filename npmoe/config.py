@@ -93,7 +93,7 @@ class RopeConfig:
     rope_type: str = "default"
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 1.0
-    factor: float = 1.0
+    factor: float | None = None
     original_max_position_embeddings: int | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
@@ -122,7 +122,6 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
 ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ROPE_KEYS["llama3"],
-    "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
 }
 
@@ -136,9 +135,8 @@ def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> RopeConfi
     theta = reader.take("rope_theta", default=None)
     partial = reader.take("partial_rotary_factor", default=None)
     top_level_original = reader.take_int("original_max_position_embeddings", default=None)
-    scaling = dict(reader.take("rope_parameters", default=None) or {})
-    scaling = scaling or dict(reader.take("rope_scaling", default=None) or {})
-    reader.ignore("rope_parameters", "rope_scaling")
+    parameters = reader.take("rope_parameters", default=None)
+    scaling = dict(reader.take("rope_scaling", default=None) or parameters or {})
     rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
     if rope_type not in ROPE_KEYS:
@@ -151,9 +149,10 @@ def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> RopeConfi
     values["partial_rotary_factor"] = float(
         scaling.pop("partial_rotary_factor", None) or partial or 1.0
     )
-    values["original_max_position_embeddings"] = (
-        scaling.pop("original_max_position_embeddings", None) or top_level_original
+    values["original_max_position_embeddings"] = top_level_original or scaling.get(
+        "original_max_position_embeddings"
     )
+    scaling.pop("original_max_position_embeddings", None)
     for key in ROPE_REQUIRED.get(rope_type, ()):
         if scaling.get(key) is None:
             raise UnsupportedModel(f"{reader.where}: rope_type {rope_type!r} needs {key!r}")
@@ -230,7 +229,7 @@ def read_common(reader: ConfigReader, **family: Any) -> ModelConfig:
         "bos_token_id": bos[0] if isinstance(bos, list) else bos,
         "eos_token_ids": token_ids(reader.raw.get("eos_token_id")),
     }
-    reader.expect("hidden_act", "silu")
+    reader.expect("hidden_act", "silu", "swish")
     reader.expect("quantization_config")
     values.update(family)
     config = ModelConfig(**values)

@@ -21,5 +21,9 @@ class TokenizerError(NpmoeError):
     """The tokenizer is missing, cannot be read, or lacks a token that is needed."""
 
 
+class PromptError(NpmoeError, ValueError):
+    """A prompt is empty, too long for the context, or holds token ids the model does not have."""
+
+
 class DeviceError(NpmoeError):
     """The device that was asked for is absent or cannot be used; says why."""

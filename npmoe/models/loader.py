@@ -60,10 +60,20 @@ def open_model(path: Any, ignored: tuple[str, ...] = ()) -> OpenModel:
         del raw["quantization_config"]
         converted = quantization
     where = str(checkpoint.folder / "config.json")
+    if raw.get("tie_word_embeddings") and _has_own_head(checkpoint):
+        raw["tie_word_embeddings"] = False
     config, spec, parameters = read_model(raw, where, ignored)
     opened = OpenModel(checkpoint, config, spec, parameters, converted)
     _check_tensors(opened)
     return opened
+
+
+def _has_own_head(checkpoint: Checkpoint) -> bool:
+    """Whether a head that the config calls tied is there with other values; it counts then."""
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    if head not in checkpoint or table not in checkpoint:
+        return False
+    return not np.array_equal(checkpoint.get(head), checkpoint.get(table))
 
 
 def _check_tensors(opened: OpenModel) -> None:

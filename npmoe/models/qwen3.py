@@ -14,7 +14,10 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     """The config.json of a dense qwen3 checkpoint."""
     layers = reader.take_int("num_hidden_layers")
     return read_common(
-        reader, **common_fields(reader), layer_windows=_layer_windows(reader, layers)
+        reader,
+        **common_fields(reader),
+        head_dim=reader.take_int("head_dim", default=128),
+        layer_windows=_layer_windows(reader, layers),
     )
 
 
@@ -23,7 +26,6 @@ def common_fields(reader: ConfigReader) -> dict[str, Any]:
     reader.expect("partial_rotary_factor", 1, 1.0)
     return {
         "intermediate_size": reader.take_int("intermediate_size"),
-        "head_dim": reader.take_int("head_dim", default=128),
         "rms_norm_eps": reader.take("rms_norm_eps", default=1e-6),
         "attention_bias": bool(reader.take("attention_bias", default=False)),
         "rope": read_rope(reader),

@@ -12,7 +12,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     layers = reader.take_int("num_hidden_layers")
     step = reader.take_int("decoder_sparse_step", default=1)
     dense = set(reader.take("mlp_only_layers", default=[]))
-    reader.ignore("max_window_layers")  # the family windows every layer or none
+    reader.ignore("max_window_layers", "layer_types")  # the family windows every layer or none
     return read_common(
         reader,
         **qwen3.common_fields(reader),

@@ -23,9 +23,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tup
     dim = int(head_dim * rope.partial_rotary_factor)
     exponents = np.arange(0, dim, 2, dtype=np.int64).astype(np.float32) / np.float32(dim)
     base = (np.float32(1) / np.float32(rope.rope_theta) ** exponents).astype(np.float32)
-    factor = np.float32(rope.factor)
     if rope.rope_type == "linear":
-        return (base / factor)[None], 1.0
+        return (base / np.float32(rope.factor))[None], 1.0
     if rope.rope_type == "llama3":
         return _llama3(base, rope, max_positions)[None], 1.0
     if rope.rope_type == "yarn":
@@ -50,7 +49,7 @@ def _llama3(base: Array, rope: RopeConfig, max_positions: int) -> Array:
 
 def _yarn(base: Array, rope: RopeConfig, dim: int, max_positions: int) -> tuple[Array, float]:
     original = rope.original_max_position_embeddings or max_positions
-    factor = rope.factor
+    factor = rope.factor or max_positions / original
 
     def mscale(scale: float, m: float = 1.0) -> float:
         return 1.0 if scale <= 1 else 0.1 * m * math.log(scale) + 1.0
@@ -78,9 +77,7 @@ def _yarn(base: Array, rope: RopeConfig, dim: int, max_positions: int) -> tuple[
 
 def _longrope(base: Array, rope: RopeConfig, max_positions: int) -> tuple[Array, float]:
     original = rope.original_max_position_embeddings or max_positions
-    factor = rope.factor
-    if rope.original_max_position_embeddings:
-        factor = max_positions / original
+    factor = rope.factor or max_positions / original
     attention = rope.attention_factor
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

@@ -1,0 +1,178 @@
+"""Who runs in the next step, and on which pages. Pure: plain ints, no arrays, no clock.
+
+First come, first served. Running sequences go first; when pages run out the latest one gives its
+pages back and is recomputed later, so nothing is lost. Waiting ones join while there is room.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from npmoe.engine.request import Sequence
+from npmoe.kv.pages import PageAllocator, prefix_key
+
+
+@dataclass(frozen=True)
+class Work:
+    """The next `count` pending tokens of a sequence, to be computed in this step."""
+
+    sequence: Sequence
+    count: int
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the step yields the logits of the next token."""
+        return self.count == self.sequence.num_pending
+
+
+class Scheduler:
+    """Owns the queues and decides about pages."""
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        max_num_seqs: int,
+        prefill_chunk: int,
+        longrope_switch: int | None = None,
+    ) -> None:
+        """longrope_switch: a sequence that grows past this length is recomputed, since its rotary
+        frequencies change; None where they never do."""
+        self.allocator = allocator
+        self.max_num_seqs = max_num_seqs
+        self.prefill_chunk = prefill_chunk
+        self.longrope_switch = longrope_switch
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence."""
+        self.waiting.append(sequence)
+
+    def plan(self) -> list[Work]:
+        """The work of the next step; empty only if there is nothing to do."""
+        works = []
+        budget = self.prefill_chunk
+        for sequence in list(self.running):
+            if sequence not in self.running:
+                continue  # gave its pages back to an earlier one
+            if self.is_long(sequence) != sequence.long_rope:
+                self.preempt(sequence)  # its cached keys were turned for a shorter sequence
+                continue
+            if sequence.num_pending == 0:
+                sequence.num_computed -= 1  # a step was interrupted before the token was chosen
+            decoding = sequence.num_pending == 1
+            count = 1 if decoding else min(sequence.num_pending, budget)
+            if count and self._grow(sequence, count):
+                works.append(Work(sequence, count))
+                budget -= 0 if decoding else count
+        while self.waiting and budget and len(self.running) < self.max_num_seqs:
+            sequence = self.waiting[0]
+            self._match_prefix(sequence)
+            count = min(sequence.num_pending, budget)
+            pages = self.allocator.allocate(self._missing_pages(sequence, count))
+            if pages is None:
+                self._drop_pages(sequence)
+                break
+            sequence.pages += pages
+            self.running.append(self.waiting.popleft())
+            works.append(Work(sequence, count))
+            budget -= count
+        return works
+
+    def complete(self, work: Work) -> None:
+        """Records that a step has computed `work`, and makes full pages findable."""
+        sequence = work.sequence
+        sequence.num_computed += work.count
+        size = self.allocator.page_size
+        while (len(sequence.sealed_keys) + 1) * size <= sequence.num_computed:
+            start = len(sequence.sealed_keys) * size
+            key = prefix_key(self._parent(sequence), sequence.token_ids[start : start + size])
+            self.allocator.seal(sequence.pages[len(sequence.sealed_keys)], key)
+            sequence.sealed_keys.append(key)
+
+    def fork(self, parent: Sequence, child: Sequence) -> tuple[int, int] | None:
+        """Lets `child`, whose tokens are the parent's, share the parent's pages and run.
+
+        Returns (source, target) pages to copy where the last page is only partly full. Where there
+        is no room the child waits and is computed anew.
+        """
+        full = parent.num_computed // self.allocator.page_size
+        partial = parent.num_computed % self.allocator.page_size > 0
+        fresh = self.allocator.allocate(int(partial))
+        if fresh is None or len(self.running) >= self.max_num_seqs:
+            self.allocator.release(fresh or [])
+            self.waiting.append(child)
+            return None
+        for page in parent.pages[:full]:
+            self.allocator.retain(page)
+        child.pages = parent.pages[:full] + fresh
+        child.sealed_keys = parent.sealed_keys[:full]
+        child.num_computed, child.long_rope = parent.num_computed, parent.long_rope
+        self.running.append(child)
+        return (parent.pages[full], fresh[0]) if partial else None
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes a sequence out and frees its pages, whether it runs, waits or is already out."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._drop_pages(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes a running sequence's pages; it goes to the head of the queue."""
+        self.running.remove(sequence)
+        self._drop_pages(sequence)
+        self.waiting.appendleft(sequence)
+
+    def claim_pages(self, sequence: Sequence) -> None:
+        """Gives a sequence outside the queues pages for all its tokens at once; running sequences
+        give way, the latest first."""
+        sequence.long_rope = self.is_long(sequence)
+        needed = self._missing_pages(sequence, sequence.num_pending)
+        while (pages := self.allocator.allocate(needed)) is None:
+            self.preempt(self.running[-1])
+        sequence.pages += pages
+
+    def is_long(self, sequence: Sequence) -> bool:
+        """Whether the sequence uses longrope's long factors."""
+        return self.longrope_switch is not None and len(sequence.token_ids) > self.longrope_switch
+
+    def _grow(self, sequence: Sequence, count: int) -> bool:
+        """Makes room for `count` more tokens; False if the sequence had to give way itself."""
+        needed = self._missing_pages(sequence, count)
+        while (pages := self.allocator.allocate(needed)) is None:
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.pages += pages
+        return True
+
+    def _missing_pages(self, sequence: Sequence, count: int) -> int:
+        total = -(-(sequence.num_computed + count) // self.allocator.page_size)
+        return max(0, total - len(sequence.pages))
+
+    def _match_prefix(self, sequence: Sequence) -> None:
+        """Takes over cached pages of the same beginning; the last token is always computed."""
+        sequence.long_rope = self.is_long(sequence)
+        if sequence.params.prompt_logprobs is not None and not sequence.output_ids:
+            return
+        size = self.allocator.page_size
+        keys: list[bytes] = []
+        parent = self._root(sequence)
+        for start in range(0, (len(sequence.token_ids) - 1) // size * size, size):
+            parent = prefix_key(parent, sequence.token_ids[start : start + size])
+            keys.append(parent)
+        sequence.pages = self.allocator.match(keys)
+        sequence.sealed_keys = keys[: len(sequence.pages)]
+        sequence.num_computed = len(sequence.pages) * size
+
+    def _parent(self, sequence: Sequence) -> bytes:
+        return sequence.sealed_keys[-1] if sequence.sealed_keys else self._root(sequence)
+
+    def _root(self, sequence: Sequence) -> bytes:
+        return b"long" if sequence.long_rope else b""
+
+    def _drop_pages(self, sequence: Sequence) -> None:
+        self.allocator.release(sequence.pages)
+        sequence.pages, sequence.sealed_keys, sequence.num_computed = [], [], 0
