@@ -88,7 +88,7 @@ class Tokenizer:
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         bos, wanted = self.special_tokens.get("bos_token"), self.config.get("add_bos_token")
         if add_special_tokens and bos is not None and wanted is not None:
-            bos_id = self._tokenizer.token_to_id(bos)
+            bos_id: int = self._tokenizer.token_to_id(bos)
             starts = ids[:1] == [bos_id]
             if wanted and not starts:
                 ids = [bos_id, *ids]
