@@ -1,0 +1,32 @@
+// Small things that several kernels share.
+#pragma once
+#include "ptx.cuh"
+
+#ifndef CPU_KERNEL
+#define CPU_KERNEL(name)
+#endif
+
+constexpr u32 ALL_LANES = 0xffffffffu;
+constexpr float INFINITE = __builtin_huge_valf();
+
+__device__ __forceinline__ u32 bits(__half2 h) { return *reinterpret_cast<u32*>(&h); }
+__device__ __forceinline__ u32 bits(__nv_bfloat162 h) { return *reinterpret_cast<u32*>(&h); }
+__device__ __forceinline__ float2 floats(u32 pair) {
+  return __half22float2(*reinterpret_cast<__half2*>(&pair));
+}
+__device__ __forceinline__ float warp_sum(float v) {
+  for (int offset = 16; offset; offset >>= 1) v += __shfl_xor_sync(ALL_LANES, v, offset);
+  return v;
+}
+__device__ __forceinline__ float warp_max(float v) {
+  for (int offset = 16; offset; offset >>= 1) v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, offset));
+  return v;
+}
+// A float's bits as an unsigned integer of the same order (no NaN).
+__device__ __forceinline__ u32 ordered(float v) {
+  u32 b = __float_as_uint(v);
+  return b & 0x80000000u ? ~b : b | 0x80000000u;
+}
+__device__ __forceinline__ float unordered(u32 b) {
+  return __uint_as_float(b & 0x80000000u ? b & 0x7fffffffu : ~b);
+}

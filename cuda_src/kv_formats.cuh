@@ -1,0 +1,103 @@
+// One element of the KV cache in any format: decoding rows, and quantising a head into its page.
+//   KV_BF16: bf16. KV_FP4: E2M1, low nibble first, one fp16 scale per group of KV_GROUP elements.
+#pragma once
+#include "common.cuh"
+
+#define KV_BF16 0
+#define KV_FP4 1
+#ifndef KV_GROUP
+#define KV_GROUP 32
+#endif
+
+template <int FORMAT>
+struct KV {
+  static constexpr int BITS = FORMAT == KV_FP4 ? 4 : 16;
+  static constexpr bool SCALED = FORMAT == KV_FP4;
+};
+
+// N (8 or 32) consecutive elements from 16-byte (or 4-byte) loads, already in registers.
+template <int FORMAT, int N>
+__device__ __forceinline__ void decode(const u32* words, float scale, float (&out)[N]) {
+  if constexpr (FORMAT == KV_BF16) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+      out[2 * i] = __uint_as_float(words[i] << 16);
+      out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+  } else {
+    // Nibbles i and i + 4 become a pair of fp16, times 2^-14 (see gemv.cuh).
+    scale *= 16384.f;
+#pragma unroll
+    for (int i = 0; i < N / 8; i++) {
+      u32 v = words[i];
+      const u32 pairs[4] = {((v << 12) & 0x80008000u) | ((v << 9) & 0x0E000E00u),
+                            ((v << 8) & 0x80008000u) | ((v << 5) & 0x0E000E00u),
+                            ((v << 4) & 0x80008000u) | ((v << 1) & 0x0E000E00u),
+                            (v & 0x80008000u) | ((v >> 3) & 0x0E000E00u)};
+#pragma unroll
+      for (int p = 0; p < 4; p++) {
+        float2 f = floats(pairs[p]);
+        out[8 * i + p] = f.x * scale;
+        out[8 * i + p + 4] = f.y * scale;
+      }
+    }
+  }
+}
+
+// E2M1 code of a float, round to nearest even, saturating at 6.
+__device__ __forceinline__ u32 encode_e2m1(float v) {
+  float a = fabsf(v);
+  u32 code = a <= 0.25f ? 0 : a < 0.75f ? 1 : a <= 1.25f ? 2 : a < 1.75f ? 3
+           : a <= 2.5f ? 4 : a < 3.5f ? 5 : a <= 5.f ? 6 : 7;
+  return code | (__float_as_uint(v) >> 31) << 3;
+}
+__device__ __forceinline__ float e2m1_value(u32 code) {
+  u32 half_bits = (code & 8u) << 12 | (code & 7u) << 9;
+  return floats(half_bits).x * 16384.f;
+}
+
+// The sum, or the largest, over the lanes that share a group: `width` lanes in a row.
+__device__ __forceinline__ float group_max(float v, int width) {
+  for (int o = width / 2; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, o));
+  return v;
+}
+__device__ __forceinline__ double group_sum(double v, int width) {
+  for (int o = width / 2; o; o >>= 1) v += __shfl_xor_sync(ALL_LANES, v, o);
+  return v;
+}
+
+// Quantises one head of one token: a warp, lane l holding elements 2 l, 2 l + 1 and, for D = 128,
+// 64 + 2 l, 65 + 2 l (pairs v[0], v[1] and v[2], v[3]). codes: the token's row; scales: its scales.
+template <int FORMAT, int D>
+__device__ __forceinline__ void store_head(void* codes, __half* scales, const float* v) {
+  int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int h = 0; h < D / 64; h++) {
+    float lo = v[2 * h], hi = v[2 * h + 1];
+    int at = h * 32 + lane;  // index of the pair
+    if constexpr (FORMAT == KV_BF16) {
+      reinterpret_cast<__nv_bfloat162*>(codes)[at] = __floats2bfloat162_rn(lo, hi);
+    } else {
+      constexpr int LANES = KV_GROUP / 2;
+      float amax = group_max(fmaxf(fabsf(lo), fabsf(hi)), LANES);
+      u32 best_codes = 0;
+      __half best_scale = __float2half_rn(0.f);
+      double best_loss = 0.;
+#pragma unroll
+      for (int top = 6; top >= 4; top -= 2) {
+        __half stored = __float2half_rn(__fdiv_rn(amax, static_cast<float>(top)));
+        float scale = __half2float(stored);
+        float x = scale > 0.f ? __fdiv_rn(lo, scale) : 0.f;
+        float y = scale > 0.f ? __fdiv_rn(hi, scale) : 0.f;
+        u32 a = encode_e2m1(x), b = encode_e2m1(y);
+        double ea = __fsub_rn(__fmul_rn(e2m1_value(a), scale), lo);
+        double eb = __fsub_rn(__fmul_rn(e2m1_value(b), scale), hi);
+        double loss = group_sum(ea * ea + eb * eb, LANES);
+        if (top == 6 || loss < best_loss)
+          best_codes = a | b << 4, best_scale = stored, best_loss = loss;
+      }
+      reinterpret_cast<u8*>(codes)[at] = static_cast<u8>(best_codes);
+      if (lane % LANES == 0) scales[at / LANES] = best_scale;
+    }
+  }
+}

@@ -1,0 +1,89 @@
+// All inline PTX, and what differs between a GPU and the CPU that runs these kernels in tests.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// Programmatic dependent launch (sm_90 and later): a kernel may begin before its predecessor has
+// ended. grid_wait returns when the predecessor's writes are visible; before it a kernel may read
+// only what older kernels wrote. launch_next lets the successor begin.
+__device__ __forceinline__ void grid_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && !defined(CUDA_CPU)
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void launch_next() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && !defined(CUDA_CPU)
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+#ifndef CUDA_CPU
+#define SHARED_MEMORY(name) extern __shared__ __align__(16) unsigned char name[]
+// 16 bytes that are read once: no room in L1.
+__device__ __forceinline__ uint4 load_stream(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+// c[16 x 8] += a[16 x 16] b[16 x 8]: lane = 4 g + t holds a rows g, g + 8 at columns 2t, 2t + 1 (a0,
+// a1) and 2t + 8, 2t + 9 (a2, a3); b column g at the same rows (b0, b1); c rows g (c0, c1) and g + 8
+// (c2, c3) at columns 2t, 2t + 1.
+__device__ __forceinline__ void mma_f16(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},"
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_bf16(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},"
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+#else
+#define SHARED_MEMORY(name) unsigned char* name = reinterpret_cast<unsigned char*>(cpu::block->smem.data())
+inline uint4 load_stream(const void* p) {
+  uint4 v;
+  memcpy(&v, p, 16);
+  return v;
+}
+template <class Decode>
+inline void mma_cpu(float (&c)[4], const uint4& a, u32 b0, u32 b1, Decode decode) {
+  struct Operands {
+    u32 a[4], b[2];
+  } mine{{a.x, a.y, a.z, a.w}, {b0, b1}};
+  auto sums = cpu::warp_op(~0u, mine, [&](auto of, int lane) {
+    std::array<float, 4> out;
+    for (int i = 0; i < 4; i++) {
+      int row = lane / 4 + 8 * (i / 2), column = lane % 4 * 2 + i % 2;
+      float sum = c[i];
+      for (int k = 0; k < 16; k++) {
+        const Operands& left = of(row % 8 * 4 + k % 8 / 2);
+        const Operands& right = of(column * 4 + k % 8 / 2);
+        sum += decode(left.a[row / 8 + 2 * (k / 8)], k & 1) * decode(right.b[k / 8], k & 1);
+      }
+      out[i] = sum;
+    }
+    return out;
+  });
+  for (int i = 0; i < 4; i++) c[i] = sums[i];
+}
+inline void mma_f16(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+  mma_cpu(c, a, b0, b1, [](u32 w, int high) {
+    __half_raw h;
+    h.x = high ? w >> 16 : w & 0xffff;
+    return __half2float(__half(h));
+  });
+}
+inline void mma_bf16(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+  mma_cpu(c, a, b0, b1, [](u32 w, int high) {
+    return __uint_as_float(high ? w & 0xffff0000u : w << 16);
+  });
+}
+#endif

@@ -1,0 +1,268 @@
+"""The decode step on the GPU: up to 8 sequences, one token each, as launches that a graph captures.
+
+Six kernels a layer: qkv, attention (with q/k norm, rotary and the KV write), output, route, gate_up,
+down; then lm_head with the greedy choice, which `embed` of the next step reads on the device.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from npmoe.dtypes import Array
+from npmoe.errors import UnsupportedModel
+from npmoe.formats.fragments import COLUMNS, ROWS
+from npmoe.models.specs import ExpertSpec, ModelSpec
+from npmoe.ops.rope import rope_cos_sin, rope_frequencies
+from npmoe.runtime.device import cupy
+from npmoe.runtime.launch import launch
+from npmoe.runtime.nvrtc import kernel
+
+W_CODES = {"bf16": 0, "fp4": 1}
+KV_CODES = {"bf16": 0, "fp4": 1}
+WARPS = 8
+THREADS = 32 * WARPS
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Launch shapes that do not change results. splits: parts of the context an attention head is
+    spread over. blocks: thread blocks of a weight kernel; None takes one a multiprocessor."""
+
+    splits: int = 32
+    blocks: int | None = None
+
+
+class DecodeStep:
+    """Owns every buffer of the step, since a captured graph replays addresses."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: dict[str, Any],
+        cache: list[tuple[Any, Any]],
+        block_table: Array,
+        history: int = 4096,
+        tuning: Tuning | None = None,
+    ) -> None:
+        """weights: matrices in "fragments" layout (expert gate and up rows alternating), routers
+        and embedding bf16 arrays, vectors float32. cache: KV pages per layer. block_table int32
+        `[S, max_pages]` on the device, S <= 8. Raises UnsupportedModel for what has no kernel.
+        """
+        self.tuning = tuning or Tuning()
+        xp = cupy()
+        self.spec, self.weights, self.cache, self.block_table = spec, weights, cache, block_table
+        self.seqs = seqs = block_table.shape[0]
+        a = spec.layers[0].attention
+        _check(spec)
+        self.blocks = self.tuning.blocks or xp.cuda.Device().attributes["MultiProcessorCount"]
+        rows = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+        mlp = spec.layers[0].mlp
+        assert isinstance(mlp, ExpertSpec)
+        experts, top_k = mlp.router.num_experts, mlp.router.top_k
+        self.x = xp.zeros((seqs, spec.hidden_size), xp.float32)
+        self.projected = xp.zeros((seqs, rows), xp.float32)
+        self.attended = xp.zeros((seqs, a.num_heads * a.head_dim), xp.float32)
+        self.router_logits = xp.zeros((seqs, experts), xp.float32)
+        self.hidden = xp.zeros((seqs, top_k, mlp.intermediate_size), xp.float32)
+        self.logits = xp.zeros((seqs, spec.vocab_size), xp.float32)
+        self.best = xp.zeros(seqs, xp.uint64)
+        self.tokens, self.steps = xp.zeros(seqs, xp.int32), xp.zeros(seqs, xp.int32)
+        self.seq_lens = xp.zeros(seqs, xp.int32)
+        self.history = xp.zeros((seqs, history), xp.int32)
+        parts = seqs * a.num_heads * self.tuning.splits
+        self.partial = xp.zeros(parts * (a.head_dim + 2), xp.float32)
+        self.arrived = xp.zeros(seqs * a.num_kv_heads, xp.uint32)
+        frequencies, factor = rope_frequencies(spec.rope, a.head_dim, spec.max_positions)
+        positions = np.arange(block_table.shape[1] * cache[0][0].page_size, dtype=np.int32)
+        cos, sin = rope_cos_sin(positions, frequencies, factor)
+        self.cos_sin = xp.asarray(np.stack([cos, sin], axis=-1))
+
+    def enqueue(self) -> None:
+        """Puts one step of all sequences on the current stream."""
+        w = self.weights
+        launch(
+            kernel("embed", "embed", K=self.spec.hidden_size),
+            (self.seqs,),
+            256,
+            self.x,
+            self.best,
+            self.tokens,
+            self.history,
+            self.steps,
+            self.seq_lens,
+            w["embed_tokens"],
+            self.history.shape[1],
+        )
+        for i in range(len(self.spec.layers)):
+            self._layer(i)
+        head = w["lm_head"]
+        launch(
+            self._gemv("lm_head", head, 12),
+            (self.blocks,),
+            THREADS,
+            self.logits,
+            self.best,
+            head.codes,
+            self.x,
+            w["norm"],
+            head.codes.shape[0] * ROWS,
+            self.spec.vocab_size,
+            self.seqs,
+            self.spec.eps,
+            shared=self._shared(head.shape[1], 12),
+        )
+
+    def _layer(self, i: int) -> None:
+        w = {n: self.weights.get(f"layers.{i}.{n}") for n in _LAYER_WEIGHTS}
+        eps, seqs, blocks = self.spec.eps, self.seqs, self.blocks
+        qkv, o = w["qkv_proj"], w["o_proj"]
+        tiles = -(-qkv.codes.shape[0] // blocks)
+        launch(
+            self._gemv("qkv", qkv, tiles),
+            (blocks,),
+            THREADS,
+            self.projected,
+            qkv.codes,
+            w["qkv_bias"],
+            self.x,
+            w["input_layernorm"],
+            qkv.shape[0],
+            seqs,
+            eps,
+            shared=self._shared(qkv.shape[1], tiles),
+        )
+        self._attention(i, w)
+        tiles = -(-o.codes.shape[0] // blocks)
+        launch(
+            self._gemv("output", o, tiles),
+            (blocks,),
+            THREADS,
+            self.x,
+            o.codes,
+            w["o_bias"],
+            self.attended,
+            o.shape[0],
+            seqs,
+            shared=self._shared(o.shape[1], tiles),
+        )
+        mlp = self.spec.layers[i].mlp
+        assert isinstance(mlp, ExpertSpec)
+        experts = mlp.router.num_experts
+        launch(
+            kernel("route", "route", K=self.spec.hidden_size, EXPERTS=experts),
+            (experts // 4,),
+            128,
+            self.router_logits,
+            w["router"],
+            self.x,
+            w["post_attention_layernorm"],
+            seqs,
+            eps,
+        )
+        self._experts(w, mlp)
+
+    def _attention(self, i: int, w: dict[str, Any]) -> None:
+        a = self.spec.layers[i].attention
+        k, v = self.cache[i]
+        macros = {
+            "HEADS": a.num_heads,
+            "KV_HEADS": a.num_kv_heads,
+            "HEAD_DIM": a.head_dim,
+            "PAGE": k.page_size,
+            "K_FORMAT": KV_CODES[k.format],
+            "V_FORMAT": KV_CODES[v.format],
+        }
+        launch(
+            kernel("attention", "attention", **macros),
+            (self.tuning.splits, a.num_kv_heads, self.seqs),
+            256,
+            self.attended,
+            self.projected,
+            w["q_norm"],
+            w["k_norm"],
+            self.cos_sin,
+            k.codes,
+            k.scales,
+            v.codes,
+            v.scales,
+            self.block_table,
+            self.seq_lens,
+            self.partial,
+            self.arrived,
+            self.block_table.shape[1],
+            self.spec.eps,
+            a.scale,
+        )
+
+    def _experts(self, w: dict[str, Any], mlp: ExpertSpec) -> None:
+        gate_up, down = w["gate_up_proj"], w["down_proj"]
+        hidden, width, router = self.spec.hidden_size, mlp.intermediate_size, mlp.router
+        down_tiles = -(-(hidden // ROWS) // self.blocks)
+        macros = {
+            "W_FORMAT": W_CODES[gate_up.format],
+            "HIDDEN": hidden,
+            "WIDTH": width,
+            "EXPERTS": router.num_experts,
+            "TOP_K": router.top_k,
+            "RENORMALIZE": int(router.renormalize),
+            "GATE_UP_TILES": GATE_UP_TILES,
+            "DOWN_TILES": down_tiles,
+            "DEPTH": DEPTH[gate_up.format],
+        }
+        launch(
+            kernel("experts", "gate_up", **macros),
+            (self.blocks, self.seqs),
+            THREADS,
+            self.hidden,
+            gate_up.codes,
+            self.router_logits,
+            self.x,
+            w["post_attention_layernorm"],
+            self.spec.eps,
+            shared=_stream_bytes(hidden // COLUMNS, 1, GATE_UP_TILES),
+        )
+        launch(
+            kernel("experts", "down", **macros),
+            (self.blocks, self.seqs),
+            THREADS,
+            self.x,
+            down.codes,
+            self.router_logits,
+            self.hidden,
+            shared=_stream_bytes(router.top_k * width // COLUMNS, 1, down_tiles),
+        )
+
+    def _gemv(self, stem: str, w: Any, tiles: int) -> Any:
+        macros = {"K": w.shape[1], "TOKENS": self.seqs, "TILES": tiles}
+        return kernel(stem, stem, W_FORMAT=W_CODES[w.format], DEPTH=DEPTH[w.format], **macros)
+
+    def _shared(self, columns: int, tiles: int) -> int:
+        return _stream_bytes(columns // COLUMNS, self.seqs, tiles)
+
+
+GATE_UP_TILES = 6
+DEPTH = {"bf16": 2, "fp4": 6}
+_LAYER_WEIGHTS = (
+    *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),
+    *("post_attention_layernorm", "router", "gate_up_proj", "down_proj"),
+)
+
+
+def _stream_bytes(slices: int, tokens: int, tiles: int) -> int:
+    """Dynamic shared memory of gemv.cuh's stream_tiles."""
+    return slices * tokens * 516 + WARPS * tokens * 4 + tiles * WARPS * tokens * ROWS * 4 + 16
+
+
+def _check(spec: ModelSpec) -> None:
+    for layer in spec.layers:
+        a = layer.attention
+        for what, present in (
+            ("a dense MLP", not isinstance(layer.mlp, ExpertSpec)),
+            ("a sliding window", a.window is not None),
+            ("clipped q, k and v", a.clip is not None),
+            ("a q/k norm over the projection", a.qk_norm == "projection"),
+            (f"head_dim {a.head_dim}", a.head_dim not in (64, 128)),
+        ):
+            if present:
+                raise UnsupportedModel(f"no decode kernel yet for {what}; use device='cpu'")

@@ -1,0 +1,75 @@
+"""Launches a kernel so that the next one may begin before it has ended (programmatic dependent
+launch): its blocks move in as soon as there is room, and wait at `grid_wait` for its results.
+
+Kernels of compute capability below 9.0 are launched plainly.
+"""
+
+import ctypes
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from npmoe.errors import DeviceError
+from npmoe.runtime.device import cupy
+
+PLAIN_SHARED_BYTES = 48 * 1024
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+
+
+@cache
+def _driver() -> Any:
+    try:
+        return import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise DeviceError(
+            f"cuda-bindings is missing ({error}): pip install 'npmoe[cuda13]' (or [cuda12])"
+        ) from None
+
+
+@cache
+def _dependent() -> bool:
+    return int(cupy().cuda.Device().compute_capability) >= 90
+
+
+def _argument(value: Any) -> tuple[Any, Any]:
+    """The value as the driver takes it and its C type: arrays, None, int32 and float32 only."""
+    if value is None:
+        return 0, _POINTER
+    if isinstance(value, int | np.integer):
+        return int(value), _INT
+    if isinstance(value, float | np.floating):
+        return float(value), _FLOAT
+    return value.data.ptr, _POINTER
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], threads: int, *arguments: Any, shared: int = 0
+) -> None:
+    """Puts a kernel on the current stream; `shared` is dynamic shared memory in bytes.
+
+    Python ints become int32, floats float32, arrays pointers, None a null pointer.
+    """
+    driver = _driver()
+    if shared > PLAIN_SHARED_BYTES and kernel.max_dynamic_shared_size_bytes < shared:
+        kernel.max_dynamic_shared_size_bytes = shared
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    config.hStream = driver.CUstream(cupy().cuda.get_current_stream().ptr)
+    if _dependent():
+        attribute = driver.CUlaunchAttribute()
+        kinds = driver.CUlaunchAttributeID
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        value = driver.CUlaunchAttributeValue()
+        value.programmaticStreamSerializationAllowed = 1
+        attribute.value = value
+        config.attrs, config.numAttrs = [attribute], 1
+    values, types = zip(*map(_argument, arguments), strict=True)
+    (status,) = driver.cuLaunchKernelEx(
+        config, driver.CUfunction(kernel.kernel.ptr), (values, types), 0
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"launching {kernel.name} failed: {status.name}")

@@ -1,0 +1,65 @@
+"""Kernels by source file, name and macros: compiled by NVRTC through CuPy, once each.
+
+The only file that names RawModule.
+"""
+
+import hashlib
+from functools import cache
+from typing import Any
+
+from npmoe.errors import DeviceError
+from npmoe.runtime.device import cupy
+from npmoe.runtime.resources import folder
+
+OLDEST_ARCH = 80
+ARCH_WITH_SUFFIX = ("90", "100", "120")  # their own instructions need the "a" in the name
+
+
+@cache
+def _headers_digest() -> str:
+    """A digest of all headers: CuPy's disk cache sees the main source only."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(folder("cuda_src").glob("*.cuh")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _architecture() -> str:
+    cc = cupy().cuda.Device().compute_capability
+    if int(cc) < OLDEST_ARCH:
+        raise DeviceError(
+            f"this GPU has compute capability {cc[:-1]}.{cc[-1]}, npmoe's kernels need 8.0 "
+            "(Ampere) or newer; device='cpu' runs without a GPU"
+        )
+    return f"sm_{cc}a" if cc in ARCH_WITH_SUFFIX else f"sm_{cc}"
+
+
+def kernel(stem: str, name: str, **macros: int) -> Any:
+    """The function `name` of cuda_src/<stem>.cu, specialised by `macros`.
+
+    Raises DeviceError if the compiler is missing or the GPU is too old.
+    """
+    return _kernel(stem, name, tuple(sorted(macros.items())))
+
+
+@cache
+def _kernel(stem: str, name: str, macros: tuple[tuple[str, int], ...]) -> Any:
+    return _module(stem, macros).get_function(name)
+
+
+@cache
+def _module(stem: str, macros: tuple[tuple[str, int], ...]) -> Any:
+    source = folder("cuda_src") / f"{stem}.cu"
+    options = (
+        "-std=c++17",
+        f"-arch={_architecture()}",
+        f"-I{folder('cuda_src')}",
+        f"-DHEADERS_DIGEST=0x{_headers_digest()}ull",
+        *(f"-D{key}={int(value)}" for key, value in macros),
+    )
+    code = f'#line 1 "{source.name}"\n{source.read_text()}'
+    try:
+        return cupy().RawModule(code=code, options=options)
+    except (ImportError, RuntimeError, OSError) as error:
+        raise DeviceError(f"the CUDA compiler (NVRTC) cannot be used: {error}") from error
