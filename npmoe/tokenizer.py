@@ -75,6 +75,11 @@ class Tokenizer:
         return template
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` can work."""
+        return self._chat_template is not None
+
+    @property
     def vocab_size(self) -> int:
         """Token ids that the tokenizer can produce, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -88,7 +93,8 @@ class Tokenizer:
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         bos, wanted = self.special_tokens.get("bos_token"), self.config.get("add_bos_token")
         if add_special_tokens and bos is not None and wanted is not None:
-            bos_id: int = self._tokenizer.token_to_id(bos)
+            bos_id = self.token_id(bos)
+            assert bos_id is not None
             starts = ids[:1] == [bos_id]
             if wanted and not starts:
                 ids = [bos_id, *ids]

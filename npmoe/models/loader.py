@@ -2,9 +2,11 @@
 
 Two layouts are read. Hugging Face's has one tensor per projection and expert. Ours, written by
 `npmoe convert`, has one tensor per array of a QuantTensor under npmoe's own names, for example
-`layers.0.down_proj.codes` and `layers.0.down_proj.scales`, and says so in config.json.
+`layers.0.down_proj.codes` and `layers.0.down_proj.scales`, and names each part's format in
+config.json; a tied head in the embedding's format is not stored again.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,11 +15,12 @@ import numpy as np
 
 from npmoe.checkpoint import Checkpoint
 from npmoe.config import ModelConfig, WeightsPolicy
-from npmoe.dtypes import gigabytes
+from npmoe.dtypes import SAFETENSORS_DTYPES, gigabytes
 from npmoe.errors import CheckpointError, OutOfMemory, UnsupportedModel
 from npmoe.formats.quant_tensor import (
     CODES_PER_BYTE,
     DEFAULT_GROUP_SIZE,
+    WEIGHT_FORMATS,
     QuantTensor,
     concatenate_rows,
     quantize,
@@ -32,8 +35,11 @@ from npmoe.runtime.device import free_memory
 from npmoe.runtime.progress import progress, say
 
 QUANT_METHOD = "npmoe"
+LAYOUT_VERSION = 1
 _NATIVE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _NATIVE_WORDS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+_WORD_OF = {name: word for word, name in _NATIVE_WORDS.items()}
+_SCALE_WORDS = {"fp8": "F32", "mxfp4": "U8", "nvfp4": "U8"}  # the others have fp16 scales
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ def open_model(path: Any, ignored: tuple[str, ...] = ()) -> OpenModel:
     if quantization.get("quant_method") == QUANT_METHOD:
         del raw["quantization_config"]
         converted = quantization
+        _check_layout(checkpoint, quantization)
     where = str(checkpoint.folder / "config.json")
     if raw.get("tie_word_embeddings") and _has_own_head(checkpoint):
         raw["tie_word_embeddings"] = False
@@ -66,6 +73,23 @@ def open_model(path: Any, ignored: tuple[str, ...] = ()) -> OpenModel:
     opened = OpenModel(checkpoint, config, spec, parameters, converted)
     _check_tensors(opened)
     return opened
+
+
+def _check_layout(checkpoint: Checkpoint, quantization: dict[str, Any]) -> None:
+    where = f"{checkpoint.folder / 'config.json'}: quantization_config"
+    if quantization.get("version") != LAYOUT_VERSION:
+        raise UnsupportedModel(
+            f"{where}: version {quantization.get('version')!r} is not implemented (npmoe reads "
+            f"{LAYOUT_VERSION}); convert the original checkpoint with this npmoe"
+        )
+    formats = quantization.get("formats")
+    if not isinstance(formats, dict):
+        raise CheckpointError(f"{where}: formats = {formats!r}, expected part -> format")
+    for part, name in formats.items():
+        if name not in WEIGHT_FORMATS:
+            raise UnsupportedModel(
+                f"{where}: {part} has the format {name!r}; npmoe reads {', '.join(WEIGHT_FORMATS)}"
+            )
 
 
 def _has_own_head(checkpoint: Checkpoint) -> bool:
@@ -80,7 +104,7 @@ def _check_tensors(opened: OpenModel) -> None:
     checkpoint = opened.checkpoint
     missing = []
     for parameter in opened.parameters:
-        for name, shape in _expected_tensors(opened, parameter):
+        for name, shape, words in expected_tensors(opened, parameter):
             if name not in checkpoint:
                 missing.append(name)
                 continue
@@ -91,10 +115,10 @@ def _check_tensors(opened: OpenModel) -> None:
                     f"{list(checkpoint.shape(name))}, the config asks for {list(shape)}"
                 )
             word = checkpoint.tensors[name].dtype
-            if opened.converted is None and word not in _NATIVE_WORDS:
+            if word not in words:
                 raise UnsupportedModel(
-                    f"{checkpoint.folder}: tensor {name!r} has dtype {word}; weights of "
-                    f"{opened.config.model_type} are read as {', '.join(_NATIVE_WORDS)}"
+                    f"{checkpoint.folder}: tensor {name!r} has dtype {word}; it is read as "
+                    f"{' or '.join(words)}"
                 )
     if missing:
         raise CheckpointError(f"{checkpoint.folder}: {_listing(missing)} missing")
@@ -121,63 +145,93 @@ def _may_be_left(opened: OpenModel, name: str) -> bool:
     return is_layer and int(parts[2]) >= opened.config.num_hidden_layers
 
 
-def _expected_tensors(
+def expected_tensors(
     opened: OpenModel, parameter: Parameter
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the checkpoint tensors behind a parameter."""
+) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    """Names, shapes and legal dtype words of the checkpoint tensors behind a parameter."""
     if opened.converted is not None:
         format_name = stored_format(opened, parameter)
         if format_name is None:
-            yield parameter.name, parameter.shape
+            yield parameter.name, parameter.shape, ("F32",)
             return
-        for field, shape in _field_shapes(opened, parameter, format_name).items():
-            yield f"{parameter.name}.{field}", shape
-    elif parameter.fused is not None and parameter.fused in opened.checkpoint:
-        yield parameter.fused, parameter.shape
+        name = _stored_name(opened, parameter)
+        for field, (word, shape) in _fields(opened, parameter, format_name).items():
+            yield f"{name}.{field}", shape, (word,)
+        return
+    words = tuple(_NATIVE_WORDS)
+    if parameter.fused is not None and parameter.fused in opened.checkpoint:
+        yield parameter.fused, parameter.shape, words
     else:
         for group in parameter.sources:
             for name, rows in zip(group, parameter.rows, strict=True):
-                yield name, (rows, *parameter.shape[2 if parameter.stacked else 1 :])
+                yield name, (rows, *parameter.shape[2 if parameter.stacked else 1 :]), words
 
 
 def stored_format(opened: OpenModel, parameter: Parameter) -> str | None:
-    """The weight format in which the checkpoint holds a matrix; None for vectors."""
+    """The weight format in which the checkpoint holds a matrix; None for vectors.
+
+    fp32 where its tensors differ in type, since fp32 holds them all.
+    """
     if parameter.part == VECTOR:
         return None
     if opened.converted is not None:
-        formats = opened.converted.get("formats", {})
+        formats = opened.converted["formats"]
         if parameter.part not in formats:
             raise CheckpointError(
                 f"{opened.checkpoint.folder}: quantization_config names no format for "
                 f"{parameter.part!r}"
             )
         return formats[parameter.part]
-    name = next(n for n, _ in _expected_tensors(opened, parameter))
-    return _NATIVE_WORDS[opened.checkpoint.tensors[name].dtype]
+    tensors = opened.checkpoint.tensors
+    words = {tensors[name].dtype for name, *_ in expected_tensors(opened, parameter)}
+    return _NATIVE_WORDS[words.pop()] if len(words) == 1 else "fp32"
 
 
-def _field_shapes(
-    opened: OpenModel, parameter: Parameter, format_name: str
-) -> dict[str, tuple[int, ...]]:
-    """Shapes of a converted parameter's arrays."""
-    *lead, columns = parameter.shape
-    if format_name in _NATIVE.values():
-        return {"codes": parameter.shape}
+def shares_table(parameter: Parameter, tied: bool, formats: dict[str, str]) -> bool:
+    """Whether a converted checkpoint stores this parameter, the head, as the embedding only."""
+    return parameter.part == "lm_head" and tied and formats["lm_head"] == formats.get(TABLE)
+
+
+def _stored_name(opened: OpenModel, parameter: Parameter) -> str:
+    assert opened.converted is not None
+    shared = shares_table(parameter, opened.spec.tied, opened.converted["formats"])
+    return "embed_tokens" if shared else parameter.name
+
+
+def stored_arrays(
+    format_name: str, shape: tuple[int, ...]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """QuantTensor field -> (dtype word, shape): how a converted matrix `[..., N, K]` is stored.
+
+    Raises ValueError where K is not a multiple of the format's group.
+    """
+    *lead, columns = shape
+    if format_name in _WORD_OF:
+        return {"codes": (_WORD_OF[format_name], shape)}
     group = DEFAULT_GROUP_SIZE.get(format_name, columns)
     if columns % group:
-        raise CheckpointError(
-            f"{opened.checkpoint.folder}: {parameter.name} has {columns} columns, "
-            f"not a multiple of the group of {format_name}, {group}"
-        )
-    shapes = {
-        "codes": (*lead, columns // CODES_PER_BYTE.get(format_name, 1)),
-        "scales": (*lead, columns // group),
+        raise ValueError(f"{columns} columns are not a multiple of its group, {group}")
+    scales = (*lead, columns // group)
+    arrays = {
+        "codes": ("U8", (*lead, columns // CODES_PER_BYTE.get(format_name, 1))),
+        "scales": (_SCALE_WORDS.get(format_name, "F16"), scales),
     }
     if format_name == "int4_asym":
-        shapes["zeros"] = shapes["scales"]
+        arrays["zeros"] = ("U8", scales)
     if format_name == "nvfp4":
-        shapes["global_scale"] = tuple(lead[:-1])
-    return shapes
+        arrays["global_scale"] = ("F32", tuple(lead[:-1]))
+    return arrays
+
+
+def _fields(
+    opened: OpenModel, parameter: Parameter, format_name: str
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    try:
+        return stored_arrays(format_name, parameter.shape)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{opened.checkpoint.folder}: {parameter.name} cannot be {format_name}: {error}"
+        ) from None
 
 
 def read_parameter(opened: OpenModel, parameter: Parameter) -> Any:
@@ -188,8 +242,9 @@ def read_parameter(opened: OpenModel, parameter: Parameter) -> Any:
     if opened.converted is not None:
         name = stored_format(opened, parameter)
         assert name is not None
-        fields = _field_shapes(opened, parameter, name)
-        arrays: dict[str, Any] = {f: get(f"{parameter.name}.{f}") for f in fields}
+        stored = _stored_name(opened, parameter)
+        fields = _fields(opened, parameter, name)
+        arrays: dict[str, Any] = {f: get(f"{stored}.{f}") for f in fields}
         if name in ("bf16", "fp16"):
             arrays["codes"] = arrays["codes"].view(np.uint16)
         group = DEFAULT_GROUP_SIZE.get(name, parameter.shape[-1]) if "scales" in arrays else 1
@@ -200,11 +255,12 @@ def read_parameter(opened: OpenModel, parameter: Parameter) -> Any:
         return np.concatenate(rows)
     if parameter.fused is not None and parameter.fused in opened.checkpoint:
         return _native_tensor(get(parameter.fused))
+    target = stored_format(opened, parameter)
+    assert target is not None
     groups = []
     for names in parameter.sources:
         parts = [_native_tensor(get(name)) for name in names]
-        if len({p.format for p in parts}) > 1:
-            parts = [quantize(p.dequantize(), "fp32") for p in parts]
+        parts = [p if p.format == target else quantize(p.dequantize(), target) for p in parts]
         groups.append(concatenate_rows(parts))
     return stack(groups) if parameter.stacked else groups[0]
 
@@ -228,25 +284,29 @@ def convert_parameter(parameter: Parameter, w: QuantTensor, policy: WeightsPolic
             return stack([quantize(w[e].dequantize(), target) for e in experts])
         return quantize(w.dequantize(), target)
     except ValueError as error:
-        raise ValueError(
-            f"weights: {parameter.name} {list(parameter.shape)} cannot be {target}: {error}"
-        ) from None
+        raise cannot_be(parameter, target, error) from None
 
 
-def format_bytes(format_name: str, shape: tuple[int, ...]) -> float:
-    """Stored bytes of a matrix `[..., N, K]` in a format, scales included."""
-    count = float(np.prod(shape))
-    if format_name in ("fp32", "bf16", "fp16"):
-        return count * {"fp32": 4, "bf16": 2, "fp16": 2}[format_name]
-    scale_bytes = {"fp8": 4, "mxfp4": 1, "nvfp4": 1, "int4_asym": 3}.get(format_name, 2)
-    group = DEFAULT_GROUP_SIZE.get(format_name, shape[-1])
-    return count / CODES_PER_BYTE.get(format_name, 1) + count / group * scale_bytes
+def cannot_be(parameter: Parameter, target: str, error: ValueError) -> ValueError:
+    """The error that names the matrix which a format cannot hold."""
+    return ValueError(
+        f"weights: {parameter.name} {list(parameter.shape)} cannot be {target}: {error}"
+    )
 
 
-def _running_bytes(format_name: str, shape: tuple[int, ...]) -> float:
+def format_bytes(format_name: str, shape: tuple[int, ...]) -> int:
+    """Stored bytes of a matrix `[..., N, K]` in a format, scales included.
+
+    Raises ValueError where K is not a multiple of the format's group.
+    """
+    arrays = stored_arrays(format_name, shape).values()
+    return sum(math.prod(shape) * SAFETENSORS_DTYPES[word].itemsize for word, shape in arrays)
+
+
+def running_bytes(format_name: str, shape: tuple[int, ...]) -> float:
     """Bytes of a prepared matrix on the CPU, where 4-bit codes take a byte."""
     if format_name in CODES_PER_BYTE:
-        return format_bytes(format_name, shape) + float(np.prod(shape)) / 2
+        return format_bytes(format_name, shape) + math.prod(shape) / 2
     return format_bytes(format_name, shape)
 
 
@@ -278,15 +338,22 @@ def _check_memory(opened: OpenModel, policy: WeightsPolicy, device: str) -> None
         if parameter.part not in (VECTOR, TABLE):
             native = stored_format(opened, parameter)
             assert native is not None
-            needed += _running_bytes(policy.get(parameter.part, native), parameter.shape)
+            target = policy.get(parameter.part, native)
+            try:
+                needed += running_bytes(target, parameter.shape)
+            except ValueError as error:
+                raise cannot_be(parameter, target, error) from None
     free = free_memory(device)
     if needed > free:
-        four_bit = sum(
-            _running_bytes("fp4", p.shape)
-            for p in opened.parameters
-            if p.part not in (VECTOR, TABLE, ROUTER)
-        )
+        matrices = [p for p in opened.parameters if p.part not in (VECTOR, TABLE, ROUTER)]
         raise OutOfMemory(
-            f"the weights need {gigabytes(needed)}, {gigabytes(free)} are free; "
-            f"weights='fp4' would take {gigabytes(four_bit)}"
+            f"the weights need {gigabytes(needed)}, {gigabytes(free)} are free{_smaller(matrices)}"
         )
+
+
+def _smaller(matrices: list[Parameter]) -> str:
+    try:
+        four_bit = sum(running_bytes("fp4", p.shape) for p in matrices)
+    except ValueError:
+        return ""
+    return f"; weights='fp4' would take {gigabytes(four_bit)}"

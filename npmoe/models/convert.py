@@ -1,0 +1,199 @@
+"""`npmoe convert`: writes a checkpoint in npmoe's own layout, which loads without converting.
+
+One parameter is in memory at a time. The sizes of all arrays are known from headers, so a shard is
+written from front to back: 8 bytes of header length, the JSON header, then the arrays
+(https://github.com/huggingface/safetensors).
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from npmoe.checkpoint import INDEX_NAME
+from npmoe.config import WeightsPolicy
+from npmoe.dtypes import SAFETENSORS_DTYPES
+from npmoe.errors import CheckpointError, UnsupportedModel
+from npmoe.models.loader import (
+    LAYOUT_VERSION,
+    QUANT_METHOD,
+    OpenModel,
+    cannot_be,
+    convert_parameter,
+    open_model,
+    read_parameter,
+    shares_table,
+    stored_arrays,
+    stored_format,
+)
+from npmoe.models.parameters import VECTOR, Parameter
+from npmoe.runtime.progress import progress
+
+SHARD_BYTES = 4_000_000_000
+COPIED_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
+    *("generation_config.json", "LICENSE"),
+)
+_EXACT = ("fp32", "bf16", "fp16")
+
+StoredArrays = dict[str, tuple[str, tuple[int, ...]]]
+"""Tensor name -> (dtype word, shape)."""
+
+
+def convert_checkpoint(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    policy: WeightsPolicy,
+    *,
+    ignored: tuple[str, ...] = (),
+    shard_bytes: int = SHARD_BYTES,
+    quiet: bool = False,
+) -> dict[str, str]:
+    """Writes `source` to the new folder `target` with the parts of `policy` converted.
+
+    A shard ends before the parameter that would take it past `shard_bytes`. Config keys that the
+    user ignores are left out of the new config.json. Returns part -> format as written.
+
+    Raises CheckpointError and UnsupportedModel for a source that cannot be read, for one whose
+    parts are quantised to other formats already, and where `target` cannot be written; ValueError
+    for a target that exists or a format that cannot hold a matrix. `target` then does not exist.
+    """
+    folder = Path(target).expanduser()
+    if folder.exists():
+        raise ValueError(f"{folder} exists already: name a new folder, or remove it first")
+    if not folder.parent.is_dir():
+        raise ValueError(f"{folder.parent} is not a folder: create it first")
+    opened = open_model(source, ignored)
+    formats = written_formats(opened, policy)
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir()
+        _write_shards(opened, formats, partial, shard_bytes, quiet)
+        _write_json(partial / "config.json", _new_config(opened, formats, ignored))
+        for name in COPIED_FILES:
+            if (opened.checkpoint.folder / name).is_file():
+                shutil.copyfile(opened.checkpoint.folder / name, partial / name)
+        open_model(partial)
+        partial.rename(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return formats
+
+
+def written_formats(opened: OpenModel, policy: WeightsPolicy) -> dict[str, str]:
+    """Part -> format of the converted checkpoint, for every part that the model has.
+
+    A part whose own tensors differ in type becomes fp32, which holds them all. Raises
+    UnsupportedModel where a part that is quantised already would change its format: that would lose
+    twice.
+    """
+    natives: dict[str, set[str]] = {}
+    for parameter in opened.parameters:
+        native = stored_format(opened, parameter)
+        if native is not None:
+            natives.setdefault(parameter.part, set()).add(native)
+    formats = {}
+    for part, found in natives.items():
+        stored = found.pop() if len(found) == 1 else "fp32"
+        formats[part] = policy.get(part, stored)
+        if stored not in _EXACT and formats[part] != stored:
+            raise UnsupportedModel(
+                f"{opened.checkpoint.folder}: {part} is {stored} already; making it "
+                f"{formats[part]} would lose twice. Convert the original checkpoint."
+            )
+    return formats
+
+
+def _new_config(
+    opened: OpenModel, formats: dict[str, str], ignored: tuple[str, ...]
+) -> dict[str, Any]:
+    raw = {name: value for name, value in opened.checkpoint.config.items() if name not in ignored}
+    raw["tie_word_embeddings"] = opened.spec.tied
+    raw["quantization_config"] = {
+        "quant_method": QUANT_METHOD,
+        "version": LAYOUT_VERSION,
+        "formats": formats,
+    }
+    return raw
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_shards(
+    opened: OpenModel, formats: dict[str, str], folder: Path, shard_bytes: int, quiet: bool
+) -> None:
+    parameters = [p for p in opened.parameters if not shares_table(p, opened.spec.tied, formats)]
+    shards: list[StoredArrays] = []
+    counts: list[int] = []
+    for parameter in parameters:
+        arrays = _planned_arrays(parameter, formats)
+        if not shards or _num_bytes({**shards[-1], **arrays}) > shard_bytes:
+            shards.append({})
+            counts.append(0)
+        shards[-1].update(arrays)
+        counts[-1] += 1
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    names = names if len(names) > 1 else ["model.safetensors"]
+    waiting = progress(parameters, "converting", quiet)
+    for name, arrays, count in zip(names, shards, counts, strict=True):
+        converted = _converted_arrays(opened, islice(waiting, count), formats)
+        _write_shard(folder / name, arrays, converted)
+    list(waiting)  # completes the bar
+    if len(shards) > 1:
+        placed = {t: n for n, arrays in zip(names, shards, strict=True) for t in arrays}
+        total = sum(map(_num_bytes, shards))
+        _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": placed})
+
+
+def _planned_arrays(parameter: Parameter, formats: dict[str, str]) -> StoredArrays:
+    if parameter.part == VECTOR:
+        return {parameter.name: ("F32", parameter.shape)}
+    name = formats[parameter.part]
+    try:
+        fields = stored_arrays(name, parameter.shape)
+    except ValueError as error:
+        raise cannot_be(parameter, name, error) from None
+    return {f"{parameter.name}.{field}": stored for field, stored in fields.items()}
+
+
+def _num_bytes(arrays: StoredArrays) -> int:
+    return sum(math.prod(s) * SAFETENSORS_DTYPES[word].itemsize for word, s in arrays.values())
+
+
+def _converted_arrays(
+    opened: OpenModel, parameters: Iterable[Parameter], formats: dict[str, str]
+) -> Iterator[np.ndarray]:
+    """The arrays of one parameter after the other, in the order of `_planned_arrays`."""
+    for parameter in parameters:
+        w = read_parameter(opened, parameter)
+        if parameter.part == VECTOR:
+            yield w
+        else:
+            yield from convert_parameter(parameter, w, formats).arrays().values()
+
+
+def _write_shard(path: Path, arrays: StoredArrays, values: Iterator[np.ndarray]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "np"}}
+    stop = 0
+    for name, (word, shape) in arrays.items():
+        start, stop = stop, stop + _num_bytes({name: (word, shape)})
+        header[name] = {"dtype": word, "shape": shape, "data_offsets": (start, stop)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (name, (word, shape)), a in zip(arrays.items(), values, strict=True):
+            itemsize = SAFETENSORS_DTYPES[word].itemsize
+            assert (a.shape, a.dtype.itemsize) == (shape, itemsize), name
+            np.ascontiguousarray(a).tofile(file)
