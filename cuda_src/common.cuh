@@ -7,7 +7,7 @@
 #endif
 
 constexpr u32 ALL_LANES = 0xffffffffu;
-constexpr float INFINITE = __builtin_huge_valf();
+#define INFINITE __uint_as_float(0x7f800000u)
 
 __device__ __forceinline__ u32 bits(__half2 h) { return *reinterpret_cast<u32*>(&h); }
 __device__ __forceinline__ u32 bits(__nv_bfloat162 h) { return *reinterpret_cast<u32*>(&h); }

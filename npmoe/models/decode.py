@@ -98,7 +98,7 @@ class DecodeStep:
             self._layer(i)
         head = w["lm_head"]
         launch(
-            self._gemv("lm_head", head, 12),
+            self._gemv("lm_head", head, HEAD_TILES),
             (self.blocks,),
             THREADS,
             self.logits,
@@ -110,7 +110,7 @@ class DecodeStep:
             self.spec.vocab_size,
             self.seqs,
             self.spec.eps,
-            shared=self._shared(head.shape[1], 12),
+            shared=self._shared(head.shape[1], HEAD_TILES),
         )
 
     def _layer(self, i: int) -> None:
@@ -242,7 +242,8 @@ class DecodeStep:
 
 
 GATE_UP_TILES = 6
-DEPTH = {"bf16": 2, "fp4": 6}
+HEAD_TILES = 6
+DEPTH = {"bf16": 2, "fp4": 4}
 _LAYER_WEIGHTS = (
     *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),
     *("post_attention_layernorm", "router", "gate_up_proj", "down_proj"),
