@@ -43,7 +43,12 @@ def linear_ref(x: Array, w: QuantTensor, bias: Array | None = None) -> Array:
 def linear(x: Array, w: QuantTensor, bias: Array | None = None, expert: int | None = None) -> Array:
     """x float32 `[T, K]` times w `[N, K]` (or w[expert] of `[E, N, K]`) -> float32 `[T, N]`."""
     if w.layout != TILES:
-        return linear_ref(x, w if expert is None else w[expert], bias)
+        w = w if expert is None else w[expert]
+        if x.shape[0] > FEW_TOKENS:
+            return linear_ref(x, w, bias)
+        # A product for each token: BLAS adds up in another order for several.
+        y = np.matmul(w.dequantize(), x[:, :, None])[..., 0]
+        return y if bias is None else y + bias
     y = np.empty((x.shape[0], w.codes.shape[-3] * TILE_ROWS), np.float32)
     codes = w.codes if expert is None else w.codes[expert]
     scales = w.scales if expert is None else w.scales[expert]
