@@ -136,7 +136,10 @@ def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> RopeConfi
     partial = reader.take("partial_rotary_factor", default=None)
     top_level_original = reader.take_int("original_max_position_embeddings", default=None)
     parameters = reader.take("rope_parameters", default=None)
-    scaling = dict(reader.take("rope_scaling", default=None) or parameters or {})
+    scaling = reader.take("rope_scaling", default=None) or parameters or {}
+    if not isinstance(scaling, dict):
+        raise UnsupportedModel(f"{reader.where}: rope_scaling = {scaling!r}, expected an object")
+    scaling = dict(scaling)
     rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
     if rope_type not in ROPE_KEYS:
