@@ -1,10 +1,12 @@
 """Reading config.json strictly, and what users ask of the engine."""
 
+import re
 from typing import Any
 
 import pytest
 
 from npmoe.config import (
+    ROPE_KEYS,
     ConfigReader,
     EngineConfig,
     KVCacheConfig,
@@ -75,9 +77,50 @@ def test_what_is_not_implemented_is_named(case: str, key: str, value: Any) -> No
         read(CASES[case] | {key: value})
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", None])
-def test_an_unknown_model_type_is_named_with_the_known_ones(model_type: str | None) -> None:
-    with pytest.raises(UnsupportedModel, match=f"model_type {model_type!r}.*mixtral"):
+YARN, LONGROPE = CASES["llama_yarn"]["rope_parameters"], CASES["llama_longrope"]["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value"),
+    [
+        ("llama", "rms_norm_eps", "1e-5"),
+        ("llama", "rms_norm_eps", 0),
+        ("olmoe", "clip_qkv", [1]),
+        ("olmoe", "rope_theta", "x"),
+        ("olmoe", "rope_theta", 0),
+        ("olmoe", "rope_theta", float("inf")),
+        ("qwen3_moe", "mlp_only_layers", 1),
+        ("llama_yarn", "rope_parameters", YARN | {"beta_fast": 0}),
+        ("llama_yarn", "rope_parameters", YARN | {"factor": -4}),
+        ("llama_yarn", "rope_parameters", YARN | {"factor": [4.0]}),
+        ("llama_yarn", "rope_parameters", YARN | {"original_max_position_embeddings": "64"}),
+        ("llama_yarn", "rope_parameters", YARN | {"rope_theta": 0}),
+        ("llama_longrope", "rope_scaling", LONGROPE | {"long_factor": [1.0] * 15}),
+        ("llama_longrope", "rope_scaling", LONGROPE | {"short_factor": []}),
+        ("llama_longrope", "rope_scaling", LONGROPE | {"short_factor": ["1"] * 16}),
+        ("llama_linear", "num_attention_heads", 128),
+    ],
+)
+def test_a_number_that_is_none_or_out_of_range_is_named(case: str, key: str, value: Any) -> None:
+    named = {"num_attention_heads": "head_dim"}.get(key, key)
+    if isinstance(value, dict):
+        named = next(k for k in value if value[k] != CASES[case][key][k])
+    with pytest.raises(UnsupportedModel, match=rf"config\.json.*{named}"):
+        read(CASES[case] | {key: value})
+
+
+@pytest.mark.parametrize("key", sorted({*ROPE_KEYS["yarn"], "rope_type"} - {"truncate"}))
+@pytest.mark.parametrize("value", ["x", [], [1], {"a": 1}, -1])
+def test_no_value_of_a_rope_key_ends_in_another_error(key: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=key):
+        rope_of(rope_parameters=YARN | {key: value})
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", None, []])
+def test_an_unknown_model_type_is_named_with_the_known_ones(model_type: Any) -> None:
+    with pytest.raises(
+        UnsupportedModel, match=rf"model_type {re.escape(repr(model_type))}.*mixtral"
+    ):
         read(CASES["llama"] | {"model_type": model_type})
 
 
