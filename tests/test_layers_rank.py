@@ -10,13 +10,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "npmoe").rglob("*.py"))
 RANKS = {
-    **dict.fromkeys(("dtypes", "errors"), -1),  # rank 0 too, and below the others there
+    **dict.fromkeys(
+        ("__version__", "dtypes", "errors"), -1
+    ),  # rank 0 too, and below the others there
     **dict.fromkeys(("config", "sampling"), 0),
     **dict.fromkeys(("runtime", "formats", "tokenizer"), 1),
     **dict.fromkeys(("ops", "checkpoint"), 2),
     **dict.fromkeys(("batch", "kv"), 3),
     **{"models": 4, "engine": 5, "llm": 6},
-    **dict.fromkeys(("cli", "server", "__main__"), 7),
+    **{"cli": 7, "server": 7, "__main__": 8},
 }
 every_module = pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 
