@@ -70,24 +70,27 @@ class SamplingParams:
         self._check("min_tokens", _whole, 0, self.max_tokens)
         self._check("logprobs", _whole, 0, MAX_LOGPROBS)
         self._check("prompt_logprobs", _whole, 0, MAX_LOGPROBS)
-        self._check("ignore_eos", _yes_or_no)
-        self._check("skip_special_tokens", _yes_or_no)
-        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
+        self._check("ignore_eos", _yes_or_no, optional=False)
+        self._check("skip_special_tokens", _yes_or_no, optional=False)
+        stop = (
+            (self.stop,)
+            if isinstance(self.stop, str)
+            else _items("stop", self.stop, "non-empty strings")
+        )
         if any(not isinstance(s, str) or not s for s in stop):
             raise ValueError(f"stop = {self.stop!r}: expected non-empty strings")
-        ids = _items("stop_token_ids", self.stop_token_ids)
+        ids = _items("stop_token_ids", self.stop_token_ids, "token ids")
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias = {self.logit_bias!r}: expected a dict, token id -> bias")
-        values = {
-            "stop": stop,
-            "stop_token_ids": tuple(_whole("stop_token_ids", token, 0, None) for token in ids),
-            "logit_bias": {
-                _whole("logit_bias (token id)", token, 0, None): _real("logit_bias", bias, -100, 100)
-                for token, bias in self.logit_bias.items()
-            },
+        biases = {
+            _whole("logit_bias (token id)", token, 0, None): _real("logit_bias", bias, -100, 100)
+            for token, bias in self.logit_bias.items()
         }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(
+            self, "stop_token_ids", tuple(_whole("stop_token_ids", i, 0, None) for i in ids)
+        )
+        object.__setattr__(self, "logit_bias", biases)
 
     def _check(
         self, name: str, check: Callable, *legal: Any, optional: bool = True, **options: Any
@@ -150,7 +153,7 @@ def _yes_or_no(name: str, value: Any) -> bool:
     return value
 
 
-def _items(name: str, value: Any) -> tuple:
+def _items(name: str, value: Any, of: str) -> tuple:
     if not isinstance(value, Iterable):
-        raise ValueError(f"{name} = {value!r}: expected a list")
+        raise ValueError(f"{name} = {value!r}: expected a list of {of}")
     return tuple(value)
