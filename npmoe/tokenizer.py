@@ -131,9 +131,10 @@ class Tokenizer:
                 f"{self.folder} has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); use generate with raw text"
             )
-        if isinstance(messages, str) or not all(
+        shaped = isinstance(messages, Sequence) and all(
             isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages
-        ):
+        )
+        if not shaped or not messages:
             raise PromptError('messages: expected a list of {"role": ..., "content": ...}')
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]

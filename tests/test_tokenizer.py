@@ -251,7 +251,9 @@ def test_a_template_reports_its_own_refusal(folder: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("messages", ["hi", [["user", "hi"]], [{"content": "hi"}], ["hi"]])
+@pytest.mark.parametrize(
+    "messages", ["hi", [["user", "hi"]], [{"content": "hi"}], ["hi"], [], None]
+)
 def test_messages_of_another_shape(messages: Any) -> None:
     with pytest.raises(PromptError, match="messages"):
         BYTE_LEVEL.apply_chat_template(messages)
