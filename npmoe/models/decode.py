@@ -25,7 +25,7 @@ KV_CODES = {"bf16": 0, "fp4": 1}
 @dataclass(frozen=True)
 class Tuning:
     """Launch shapes that do not change results. splits: parts of the context an attention head is
-    spread over. blocks: thread blocks of a weight kernel; None takes one a multiprocessor."""
+    spread over, a multiple of 8. blocks: thread blocks of a weight kernel; None takes one a multiprocessor."""
 
     splits: int = 32
     blocks: int | None = None
@@ -68,9 +68,9 @@ class DecodeStep:
         self.tokens, self.steps = xp.zeros(seqs, xp.int32), xp.zeros(seqs, xp.int32)
         self.seq_lens = xp.zeros(seqs, xp.int32)
         self.history = xp.zeros((seqs, history), xp.int32)
-        parts = seqs * a.num_heads * self.tuning.splits
-        self.partial = xp.zeros(parts * (a.head_dim + 2), xp.float32)
-        self.arrived = xp.zeros(seqs * a.num_kv_heads, xp.uint32)
+        splits = self.tuning.splits
+        self.partial = xp.zeros(3 * seqs * a.num_heads * a.head_dim * splits, xp.float32)
+        self.arrived = xp.zeros(seqs * a.num_kv_heads * splits, xp.uint32)
         frequencies, factor = rope_frequencies(spec.rope, a.head_dim, spec.max_positions)
         positions = np.arange(block_table.shape[1] * cache[0][0].page_size, dtype=np.int32)
         cos, sin = rope_cos_sin(positions, frequencies, factor)
@@ -169,6 +169,7 @@ class DecodeStep:
             "KV_HEADS": a.num_kv_heads,
             "HEAD_DIM": a.head_dim,
             "PAGE": k.page_size,
+            "CLUSTER": CLUSTER if bulk() else 1,
             "K_FORMAT": KV_CODES[k.format],
             "V_FORMAT": KV_CODES[v.format],
         }
@@ -273,7 +274,8 @@ class _Stream:
         }
 
 
-RING_BYTES = 102_400
+CLUSTER = 8
+RING_BYTES = 114_000
 MAX_BATCH = 16
 _LAYER_WEIGHTS = (
     *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),
