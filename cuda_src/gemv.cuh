@@ -2,20 +2,26 @@
 //
 //   y[token][row] = sum_k W[row][k] x[token][k]
 //
-// Tensor cores do the products: weights are the B operand (8 rows at a time), activations the A
-// operand. Each float32 activation is split into a 16-bit head and a 16-bit rest; heads of 8 tokens
-// are A's rows 0..7 and rests its rows 8..15, so that precision is kept at no further cost.
+// Tensor cores do the products: weights are the A operand (16 rows at a time), activations the B
+// operand. Each float32 activation is split into a 16-bit head and a 16-bit rest, which are two
+// columns of B, 2 token and 2 token + 1: precision is kept, and up to 4 tokens share one product.
 //
-// Layout of W ("fragments"): records of 8 rows x 128 columns, [row tiles][K / 128][RECORD_BYTES]. In
-// a record, lane = 4 g + t holds row g, and of every group of 32 columns the 8 from 8 t on.
-//   W_BF16: 4 x [32 lanes][16 bytes], one group each: 8 bf16 in column order
-//   W_FP4:  [32 lanes][16 bytes]: one word a group; then 64 bytes of fp16 scales [t][group][2 rows],
-//           of rows 2t and 2t + 1. In a word the even column of pair p (columns 2p, 2p + 1) lies in
-//           the low half: sign and magnitude bits at 15, 11-9 (p = 0), 12, 8-6 (1), 14, 5-3 (2),
-//           13, 2-0 (3), so that p = 0 needs one operation to become fp16 and p = 1 two. E2M1 bits
-//           under fp16's sign are the value times 2^-14; FORMAT_SCALE undoes that at the end.
-// Numerics: fp16 or bf16 products, float32 sums: tensor core within a record's group, then lanes,
-// then the warps of a block in order.
+// Layout of W ("fragments"): records of 16 rows x 128 columns, [row tiles][K / 128][RECORD_BYTES]. In
+// a record, lane = 4 g + t holds of rows g and g + 8, and of every group of 32 columns, the 8 from
+// 8 t on.
+//   W_BF16: 8 x [32 lanes][16 bytes]: group 0 of row g, group 0 of row g + 8, group 1 of row g, ...,
+//           each 8 bf16 in column order
+//   W_FP4:  2 x [32 lanes][16 bytes]: a word for group 0 of row g, group 0 of row g + 8, group 1 of
+//           row g, group 1 of row g + 8; then the same for groups 2 and 3; then 128 bytes of fp16
+//           scales [g][group][rows g and g + 8]. In a word the even column of pair p (columns 2p,
+//           2p + 1) lies in the low half: sign and magnitude bits at 15, 11-9 (p = 0), 12, 8-6 (1),
+//           14, 5-3 (2), 13, 2-0 (3), so that p = 0 needs one operation to become fp16 and p = 1 two.
+//           E2M1 bits under fp16's sign are the value times 2^-14; FORMAT_SCALE undoes that.
+// With BULK, one thread keeps a ring of STAGES chunks in shared memory full. A chunk is a run of
+// records that follow one another in memory: a row tile, or for the experts' down projection one
+// expert's part of it.
+// Numerics: fp16 or bf16 products; float32 sums over a group on the tensor core, then groups in
+// order, then the warps of a block in order.
 #pragma once
 #include "common.cuh"
 
@@ -24,79 +30,87 @@
 #ifndef W_FORMAT
 #error "define W_FORMAT as W_BF16 (0) or W_FP4 (1)"
 #endif
-
+#if !defined(BATCH) || !defined(STAGES)
+#error "define BATCH and STAGES"
+#endif
 #ifndef WARPS
-#define WARPS 8
+#define WARPS 16
 #endif
-constexpr int SLICE = 128, TILE = 8;
+constexpr int SLICE = 128, TILE = 16, BLOCK_THREADS = 32 * WARPS;
+constexpr int RECORD_BYTES = W_FORMAT == W_FP4 ? 1152 : 4096;
+constexpr float FORMAT_SCALE = W_FORMAT == W_FP4 ? 16384.f : 1.f;
 
-#if W_FORMAT == W_FP4
-constexpr int RECORD_BYTES = 576;
-constexpr float FORMAT_SCALE = 16384.f;
-struct Record {
-  uint4 codes, scales;
+// Sums of one record times one slice of activations for rows g and g + 8 (low, high) and the two
+// columns of token t (x head, y rest). b: [set of 4 tokens][group] two steps of the B operand.
+struct Sums {
+  float2 low, high;
 };
-__device__ __forceinline__ Record load_record(const u8* p, int lane) {
-  return {load_stream(p + lane * 16), load_stream(p + 512 + (lane & 3) * 16)};
-}
-#else
-constexpr int RECORD_BYTES = 2048;
-constexpr float FORMAT_SCALE = 1.f;
-struct Record {
-  uint4 codes[4];
-};
-__device__ __forceinline__ Record load_record(const u8* p, int lane) {
-  Record r;
-#pragma unroll
-  for (int g = 0; g < 4; g++) r.codes[g] = load_stream(p + g * 512 + lane * 16);
-  return r;
-}
-#endif
-
-// One record times one slice of activations (`a` as load_slice gives it): rows 2t and 2t + 1 for
-// token lane / 4.
-__device__ __forceinline__ float2 multiply(const Record& r, const uint4 (&a)[8]) {
-  float2 sum = make_float2(0.f, 0.f);
+template <int SETS, class Load>
+__device__ __forceinline__ void multiply(Sums (&sums)[SETS], const u8* record, Load load,
+                                         const uint4 (&b)[SETS][4], const float (&undo)[SETS]) {
+  int lane = threadIdx.x & 31;
+  float4 total[SETS] = {};
 #if W_FORMAT == W_FP4
   constexpr u32 BOTH = 0x8E008E00u, SIGN = 0x80008000u;
-  const u32 words[4] = {r.codes.x, r.codes.y, r.codes.z, r.codes.w};
-  const u32 scales[4] = {r.scales.x, r.scales.y, r.scales.z, r.scales.w};
+  uint4 scales = load(record + 1024 + (lane >> 2) * 16);
 #pragma unroll
-  for (int g = 0; g < 4; g++) {
-    u32 v = words[g];
-    float c[4] = {0.f, 0.f, 0.f, 0.f};
-    mma_f16(c, a[2 * g], v & BOTH, (v << 3) & BOTH);
-    u32 third = ((v << 1) & SIGN) | ((v << 6) & ~SIGN);
-    u32 fourth = ((v << 2) & SIGN) | ((v << 9) & ~SIGN);
-    mma_f16(c, a[2 * g + 1], third & BOTH, fourth & BOTH);
-    float2 scale = floats(scales[g]);
-    sum.x += scale.x * (c[0] + c[2]);
-    sum.y += scale.y * (c[1] + c[3]);
+  for (int half = 0; half < 2; half++) {
+    uint4 codes = load(record + half * 512 + lane * 16);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      int g = half * 2 + i;
+      u32 v = i ? codes.z : codes.x, w = i ? codes.w : codes.y;
+      uint4 first = make_uint4(v & BOTH, w & BOTH, (v << 3) & BOTH, (w << 3) & BOTH);
+      uint4 second = make_uint4((((v << 1) & SIGN) | ((v << 6) & ~SIGN)) & BOTH,
+                                (((w << 1) & SIGN) | ((w << 6) & ~SIGN)) & BOTH,
+                                (((v << 2) & SIGN) | ((v << 9) & ~SIGN)) & BOTH,
+                                (((w << 2) & SIGN) | ((w << 9) & ~SIGN)) & BOTH);
+      float2 scale = floats(g == 0 ? scales.x : g == 1 ? scales.y : g == 2 ? scales.z : scales.w);
+#pragma unroll
+      for (int set = 0; set < SETS; set++) {
+        float c[4] = {0.f, 0.f, 0.f, 0.f};
+        mma_f16(c, first, b[set][g].x, b[set][g].y);
+        mma_f16(c, second, b[set][g].z, b[set][g].w);
+        total[set].x += scale.x * c[0], total[set].y += scale.x * c[1];
+        total[set].z += scale.y * c[2], total[set].w += scale.y * c[3];
+      }
+    }
   }
 #else
-  float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
+  float c[SETS][4] = {};
 #pragma unroll
   for (int g = 0; g < 4; g++) {
-    mma_bf16(even, a[2 * g], r.codes[g].x, r.codes[g].y);
-    mma_bf16(odd, a[2 * g + 1], r.codes[g].z, r.codes[g].w);
+    uint4 v = load(record + (2 * g) * 512 + lane * 16);
+    uint4 w = load(record + (2 * g + 1) * 512 + lane * 16);
+#pragma unroll
+    for (int set = 0; set < SETS; set++) {
+      mma_bf16(c[set], make_uint4(v.x, w.x, v.y, w.y), b[set][g].x, b[set][g].y);
+      mma_bf16(c[set], make_uint4(v.z, w.z, v.w, w.w), b[set][g].z, b[set][g].w);
+    }
   }
-  sum = make_float2(even[0] + even[2] + odd[0] + odd[2], even[1] + even[3] + odd[1] + odd[3]);
+#pragma unroll
+  for (int set = 0; set < SETS; set++)
+    total[set] = make_float4(c[set][0], c[set][1], c[set][2], c[set][3]);
 #endif
-  return sum;
+#pragma unroll
+  for (int set = 0; set < SETS; set++) {
+    sums[set].low.x += undo[set] * total[set].x, sums[set].low.y += undo[set] * total[set].y;
+    sums[set].high.x += undo[set] * total[set].z, sums[set].high.y += undo[set] * total[set].w;
+  }
 }
 
-// Stages the activations of one slice, 128 columns of one token, in A-operand order. x: float32 [128];
-// weight: float32 [128] or null (1). Lane l holds columns 4 l to 4 l + 3, which are one step of one
-// group. Returns what undoes the power of two that was multiplied in; adds squares of x to `square`.
-__device__ __forceinline__ float stage_slice(uint4* staged, const float* x, const float* weight,
-                                             float& square) {
+// Where 16 bytes (two steps of a group) of a staged slice lie; column: 2 token + (0 head, 1 rest).
+// The exclusive or keeps lanes that read together on different banks.
+template <int MAX_TOKENS>
+__device__ __forceinline__ int staged_at(int slice, int column, int t, int group) {
+  return ((slice * 2 * MAX_TOKENS + column) * 4 + t) * 4 + (group ^ (t >> 1) ^ (column % 2 * 2));
+}
+
+// Stages one slice of one token in B-operand order. Lane l brings columns 4 l to 4 l + 3, which are
+// one step of one group. Returns what undoes the power of two that was multiplied in.
+template <int MAX_TOKENS>
+__device__ __forceinline__ float stage_slice(uint4* staged, int slice, int token, float4 q) {
   int lane = threadIdx.x & 31;
-  float4 q = __ldcg(reinterpret_cast<const float4*>(x) + lane);
-  square += q.x * q.x + q.y * q.y + q.z * q.z + q.w * q.w;
-  if (weight) {
-    float4 w = __ldg(reinterpret_cast<const float4*>(weight) + lane);
-    q.x *= w.x, q.y *= w.y, q.z *= w.z, q.w *= w.w;
-  }
   float unscale = 1.f;
 #if W_FORMAT == W_BF16
   __nv_bfloat162 first = __floats2bfloat162_rn(q.x, q.y), second = __floats2bfloat162_rn(q.z, q.w);
@@ -115,115 +129,152 @@ __device__ __forceinline__ float stage_slice(uint4* staged, const float* x, cons
   __half2 rest = __floats2half2_rn(q.x - back.x, q.y - back.y);
   __half2 rest2 = __floats2half2_rn(q.z - back2.x, q.w - back2.y);
 #endif
-  int t = lane / 2 % 4, step = lane / 8 * 2 + lane % 2;
-  staged[t * 8 + (step ^ t)] = make_uint4(bits(first), bits(rest), bits(second), bits(rest2));
+  int t = lane / 2 % 4, group = lane / 8, step = lane % 2;
+  uint2* heads = reinterpret_cast<uint2*>(
+      staged + staged_at<MAX_TOKENS>(slice, 2 * token, t, group));
+  uint2* rests = reinterpret_cast<uint2*>(
+      staged + staged_at<MAX_TOKENS>(slice, 2 * token + 1, t, group));
+  heads[step] = make_uint2(bits(first), bits(second));
+  rests[step] = make_uint2(bits(rest), bits(rest2));
   return unscale;
 }
 
-// Reads a staged slice: the A operands of its 4 groups x 2 steps, zero where there is no token.
-__device__ __forceinline__ void load_slice(uint4 (&a)[8], const uint4* staged, bool mine) {
-  int t = threadIdx.x & 3;
-#pragma unroll
-  for (int i = 0; i < 8; i++) a[i] = mine ? staged[t * 8 + (i ^ t)] : make_uint4(0, 0, 0, 0);
-}
-
 // Streams a block's row tiles through its warps, which share the slices of K between them.
-//   SLICES: K / 128. MAX_TOKENS: 1..8. TILES: row tiles a pass. AHEAD: records in flight a lane.
-//   EARLY: request the first records before grid_wait (weights do not depend on other kernels).
-//   tiles: this block's number. record(j, slice): the record of its j-th tile.
-//   x: [tokens][128 SLICES] float32; weight: [128 SLICES] or null.
-//   shared: dynamic shared memory: 516 SLICES MAX_TOKENS + 4 WARPS MAX_TOKENS (1 + 8 TILES) bytes.
+//   SLICES: K / 128 of a chunk. CHUNKS: chunks a tile; x has 128 SLICES CHUNKS columns a token.
+//   MAX_TOKENS: 1..8. Macros BATCH: tiles between two reductions; STAGES: chunks in the ring.
+//   EARLY: fetch before grid_wait (the addresses depend on no kernel that may still run).
+//   shared: dynamic shared memory; npmoe/models/decode.py computes its size.
+//   tiles: this block's number. chunk(j, k): chunk k of its j-th tile.
+//   weight: [columns], multiplies x, or null.
 //   done(j, row, token, sum, sum_squares): called once for each output by some thread; rows of a
 //   tile by neighbouring lanes.
-template <int SLICES, int MAX_TOKENS, int TILES_A_PASS, int AHEAD, bool EARLY, class RecordAt,
-          class Done>
+template <int SLICES, int CHUNKS, int MAX_TOKENS, bool EARLY, class ChunkAt, class Done>
 __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, const float* x,
-                                             int tokens, const float* weight, RecordAt record,
+                                             int tokens, const float* weight, ChunkAt chunk,
                                              Done done) {
-  constexpr int PER_WARP = (SLICES + WARPS - 1) / WARPS, UNITS = PER_WARP * TILES_A_PASS;
-  constexpr bool CARRY = UNITS % AHEAD == 0;  // the ring goes on from one pass to the next
+  constexpr int ALL = SLICES * CHUNKS, SETS = (MAX_TOKENS + 3) / 4;
+  constexpr int EACH = (ALL + WARPS - 1) / WARPS;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#if BULK
+  constexpr int CHUNK_BYTES = SLICES * RECORD_BYTES;
+  unsigned char* ring = shared;
+  u64* full = reinterpret_cast<u64*>(ring + STAGES * CHUNK_BYTES);
+  u64* empty = full + STAGES;
+  shared = reinterpret_cast<unsigned char*>(empty + STAGES);
+  int fetched = min(STAGES, tiles * CHUNKS);
+  if (threadIdx.x == 0) {
+#pragma unroll 1
+    for (int i = 0; i < STAGES; i++) barrier_init(full + i, 1), barrier_init(empty + i, SLICES);
+    barrier_init_done();
+#pragma unroll 1
+    for (int c = 0; c < fetched; c++)
+      bulk_copy(ring + c * CHUNK_BYTES, chunk(c / CHUNKS, c % CHUNKS), CHUNK_BYTES, full + c);
+  }
+#endif
   uint4* staged = reinterpret_cast<uint4*>(shared);
-  float* unscale = reinterpret_cast<float*>(staged + SLICES * MAX_TOKENS * 32);
-  float* squares = unscale + SLICES * MAX_TOKENS;
-  float* partial = squares + WARPS * MAX_TOKENS;  // [TILES][WARPS][MAX_TOKENS][8]
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = lane >> 2;
-  Record ring[AHEAD];
-  auto request = [&](int slot, int first, int unit) {
-    int j = first + unit % TILES_A_PASS, slice = warp + unit / TILES_A_PASS * WARPS;
-    if (j < tiles && slice < SLICES) ring[slot] = load_record(record(j, slice), lane);
-  };
+  float* unscale = reinterpret_cast<float*>(staged + ALL * 2 * MAX_TOKENS * 16);
+  float* squares = unscale + ALL * MAX_TOKENS;
+  float* partial = squares + WARPS * MAX_TOKENS;  // [BATCH][WARPS][MAX_TOKENS][TILE]
+  constexpr int FACTORS = CHUNKS == 1 ? EACH : 1;
+  float4 factor[FACTORS];
 #pragma unroll
-  for (int i = 0; i < AHEAD; i++)
-    if (i < UNITS) request(i, 0, i);
+  for (int s = 0; s < FACTORS; s++)
+    if (weight && warp + s * WARPS < SLICES)
+      factor[s] = __ldg(reinterpret_cast<const float4*>(weight + (warp + s * WARPS) * SLICE) + lane);
   if (EARLY) {
     grid_wait();
     launch_next();
   }
-  for (int g = 0; g < tokens; g++) {
+#pragma unroll 1
+  for (int token = 0; token < tokens; token++) {
     float square = 0.f;
+    float4 q[EACH];
 #pragma unroll
-    for (int s = 0; s < PER_WARP; s++) {
-      int slice = warp + s * WARPS, at = slice * MAX_TOKENS + g;
-      if (slice < SLICES) {
-        const float* row = x + (static_cast<size_t>(g) * SLICES + slice) * SLICE;
-        float undo = stage_slice(staged + at * 32, row, weight ? weight + slice * SLICE : nullptr,
-                                 square);
-        if (lane == 0) unscale[at] = undo;
+    for (int s = 0; s < EACH; s++)
+      if (warp + s * WARPS < ALL)
+        q[s] = __ldcg(reinterpret_cast<const float4*>(
+                          x + (static_cast<size_t>(token) * ALL + warp + s * WARPS) * SLICE) + lane);
+#pragma unroll
+    for (int s = 0; s < EACH; s++) {
+      int slice = warp + s * WARPS;
+      if (slice < ALL) {
+        square += q[s].x * q[s].x + q[s].y * q[s].y + q[s].z * q[s].z + q[s].w * q[s].w;
+        if (CHUNKS == 1 && weight) {
+          float4 f = factor[CHUNKS == 1 ? s : 0];
+          q[s].x *= f.x, q[s].y *= f.y, q[s].z *= f.z, q[s].w *= f.w;
+        }
+        float undo = stage_slice<MAX_TOKENS>(staged, slice, token, q[s]);
+        if (lane == 0) unscale[slice * MAX_TOKENS + token] = undo;
       }
     }
     square = warp_sum(square);
-    if (lane == 0) squares[warp * MAX_TOKENS + g] = square;
+    if (lane == 0) squares[warp * MAX_TOKENS + token] = square;
   }
-  __syncwarp();
-  for (int first = 0; first < tiles; first += TILES_A_PASS) {
-    float2 sums[TILES_A_PASS];
+  __syncthreads();  // the barriers of the ring are there; a warp reads only what it staged itself
+  int column = lane >> 2, t = lane & 3;  // of B; results are those of token t
+  uint4 b[SETS][4] = {};
+#pragma unroll 1
+  for (int j = 0; j < tiles; j++) {
+    Sums sums[SETS] = {};
+#pragma unroll 1
+    for (int u = warp; u < ALL; u += WARPS) {
+      float undo[SETS];
 #pragma unroll
-    for (int j = 0; j < TILES_A_PASS; j++) sums[j] = make_float2(0.f, 0.f);
-    if (!CARRY && first)
+      for (int set = 0; set < SETS; set++) {
+        if (set * 8 + column < 2 * tokens)
 #pragma unroll
-      for (int i = 0; i < AHEAD; i++)
-        if (i < UNITS) request(i, first, i);
-#pragma unroll
-    for (int s = 0; s < PER_WARP; s++) {
-      int slice = warp + s * WARPS, at = slice * MAX_TOKENS + token;
-      if (slice < SLICES) {
-        uint4 a[8];
-        load_slice(a, staged + at * 32, token < tokens);
-        float undo = token < tokens ? unscale[at] : 0.f;
-#pragma unroll
-        for (int j = 0; j < TILES_A_PASS; j++) {
-          constexpr int ring_size = AHEAD;
-          int unit = s * TILES_A_PASS + j;
-          if (first + j < tiles) {
-            float2 part = multiply(ring[unit % ring_size], a);
-            sums[j].x += undo * part.x;
-            sums[j].y += undo * part.y;
-          }
-          if (unit + AHEAD < UNITS)
-            request(unit % ring_size, first, unit + AHEAD);
-          else if (CARRY)
-            request(unit % ring_size, first + TILES_A_PASS, unit + AHEAD - UNITS);
+          for (int g = 0; g < 4; g++)
+            b[set][g] = staged[staged_at<MAX_TOKENS>(u, set * 8 + column, t, g)];
+        undo[set] = set * 4 + t < tokens ? unscale[u * MAX_TOKENS + set * 4 + t] : 0.f;
+      }
+#if BULK
+      int c = j * CHUNKS + u / SLICES, stage = c % STAGES;
+      barrier_wait(full + stage, c / STAGES & 1);
+      multiply<SETS>(
+          sums, ring + stage * CHUNK_BYTES + u % SLICES * RECORD_BYTES,
+          [](const u8* p) { return *reinterpret_cast<const uint4*>(p); }, b, undo);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + stage);
+      if (threadIdx.x == 0)
+        for (; fetched < min(c + STAGES, tiles * CHUNKS); fetched++) {  // where chunks before c were
+          int place = fetched % STAGES;
+          barrier_wait(empty + place, (fetched / STAGES - 1) & 1);
+          bulk_copy(ring + place * CHUNK_BYTES, chunk(fetched / CHUNKS, fetched % CHUNKS),
+                    CHUNK_BYTES, full + place);
         }
+#else
+      multiply<SETS>(
+          sums, chunk(j, u / SLICES) + u % SLICES * RECORD_BYTES,
+          [](const u8* p) { return load_stream(p); }, b, undo);
+#endif
+    }
+    int batch = j % BATCH;
+#pragma unroll
+    for (int set = 0; set < SETS; set++) {
+      int token = set * 4 + t;
+      if (token < MAX_TOKENS) {
+        float* at = partial + ((batch * WARPS + warp) * MAX_TOKENS + token) * TILE + column;
+        at[0] = sums[set].low.x + sums[set].low.y;
+        at[8] = sums[set].high.x + sums[set].high.y;
       }
     }
-    if (first) __syncthreads();  // the sums of the last pass have been read
+    if (batch == BATCH - 1 || j == tiles - 1) {
+      __syncthreads();
+      int first = j - batch;
+#pragma unroll 1
+      for (int i = threadIdx.x; i < (batch + 1) * MAX_TOKENS * TILE; i += WARPS * 32) {
+        int which = i / (MAX_TOKENS * TILE), at = i % (MAX_TOKENS * TILE), token = at / TILE;
+        if (token < tokens) {
+          float total = 0.f, square = 0.f;
 #pragma unroll
-    for (int j = 0; j < TILES_A_PASS; j++)
-      if (token < MAX_TOKENS && first + j < tiles)
-        *reinterpret_cast<float2*>(
-            &partial[((j * WARPS + warp) * MAX_TOKENS + token) * TILE + (lane & 3) * 2]) = sums[j];
-    __syncthreads();
-    for (int i = threadIdx.x; i < TILES_A_PASS * MAX_TOKENS * TILE; i += WARPS * 32) {
-      int j = i / (MAX_TOKENS * TILE), at = i % (MAX_TOKENS * TILE), g = at / TILE;
-      if (first + j < tiles && g < tokens) {
-        float sum = 0.f, square = 0.f;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-          sum += partial[(j * WARPS + w) * MAX_TOKENS * TILE + at];
-          square += squares[w * MAX_TOKENS + g];
+          for (int w = 0; w < WARPS; w++) {
+            total += partial[(which * WARPS + w) * MAX_TOKENS * TILE + at];
+            square += squares[w * MAX_TOKENS + token];
+          }
+          done(first + which, at % TILE, token, total, square);
         }
-        done(first + j, at % TILE, g, sum, square);
       }
+      if (j < tiles - 1) __syncthreads();  // `partial` is written again
     }
   }
 }
