@@ -101,6 +101,22 @@ def test_an_unpacked_wheel_finds_kernels_and_weights(wheel: Path, tmp_path: Path
     assert (Path(weights) / "model.safetensors").is_file()
 
 
+def test_a_run_leaves_nothing_beside_the_installed_files(wheel: Path, tmp_path: Path) -> None:
+    """What pip did not install it does not remove, and a folder left over hides a later -e install."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = (
+        "import os, sys; sys.dont_write_bytecode = True\n"
+        "os.environ['XDG_CACHE_HOME'] = sys.argv[1]; os.environ.pop('NUMBA_CACHE_DIR', None)\n"
+        "import numpy as np; from npmoe.ops.norm import rms_norm\n"
+        "rms_norm(np.ones((1, 4), np.float32), np.ones(4, np.float32), 1e-6)"
+    )
+    before = set((tmp_path / "site").rglob("*"))
+    run_python(code, tmp_path / "cache", cwd=tmp_path, path=tmp_path / "site")
+    assert set((tmp_path / "site").rglob("*")) == before
+    assert list((tmp_path / "cache/npmoe").rglob("*.nbi"))
+
+
 def test_importing_npmoe_loads_no_array_library(tmp_path: Path) -> None:
     code = "import sys, npmoe; print(*{m.partition('.')[0] for m in sys.modules})"
     loaded = set(run_python(code, cwd=tmp_path, path=ROOT).split())
