@@ -102,7 +102,7 @@ def test_an_unpacked_wheel_finds_kernels_and_weights(wheel: Path, tmp_path: Path
 
 
 def test_a_run_leaves_nothing_beside_the_installed_files(wheel: Path, tmp_path: Path) -> None:
-    """What pip did not install it does not remove, and a folder left over hides a later -e install."""
+    """pip removes only what it installed, and a folder left over would hide an -e install."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     code = (
