@@ -1,7 +1,8 @@
-"""The decode step on the GPU: up to 8 sequences, one token each, as launches for a graph to capture.
+"""The decode step on the GPU: one token each of up to 8 sequences, as launches for a graph.
 
 Six kernels a layer: qkv, attention (with q/k norm, rotary and the KV write), output, route,
-gate_up, down; then lm_head with the greedy choice, which `embed` of the next step reads on the device.
+gate_up, down; then lm_head with the greedy choice, which `embed` of the next step reads on the
+device.
 """
 
 from dataclasses import dataclass
