@@ -2,9 +2,9 @@
 
     python bench/decode.py qwen3-30b-a3b --weights fp4 --kv fp4 --context 1024
 
-The floor is the bytes that a token must read (active weights and cache) over the read bandwidth that
-`roofline` measures on this GPU. A step is embedding, all layers, the vocabulary projection and the
-greedy choice, replayed as one CUDA graph; the median of many replays between events.
+The floor is the bytes that a token must read (active weights and cache) over the read bandwidth
+that `roofline` measures on this GPU. A step is embedding, all layers, the vocabulary projection and
+the greedy choice, replayed as one CUDA graph; the median of many replays between events.
 """
 
 import argparse

@@ -155,7 +155,7 @@ class DecodeStep:
         experts = mlp.router.num_experts
         launch(
             kernel("route", "route", K=self.spec.hidden_size, EXPERTS=experts),
-            (experts // 4,),
+            (experts,),
             128,
             self.router_logits,
             w["router"],
@@ -251,27 +251,45 @@ class DecodeStep:
 class _Stream:
     """How gemv.cuh's stream_tiles runs: chunks in its ring, tiles between reductions, memory."""
 
+    parts: int
     stages: int
     batch: int
     warps: int
     shared: int
 
     @classmethod
-    def fit(cls, form: str, slices: int, chunks: int, tokens: int, tiles: int) -> "_Stream":
-        """For chunks of `slices` records, `chunks` a tile, and at most `tiles` tiles a block."""
-        chunk_bytes = slices * RECORD_BYTES[form]
+    def fit(cls, form: str, slices: int, stacked: int, tokens: int, tiles: int) -> "_Stream":
+        """For tiles of `stacked` runs of `slices` records, at most `tiles` tiles a block.
+
+        Raises UnsupportedModel where activations and ring do not fit shared memory.
+        """
+        record = RECORD_BYTES[form]
+        parts = next(
+            p
+            for p in range(1, slices + 1)
+            if slices % p == 0 and (slices // p * record <= CHUNK_BYTES or p == slices)
+        )
+        chunk_bytes = slices // parts * record
         warps = 16 if tokens <= 4 else 8  # more tokens need more registers
-        stages = max(2, min(tiles * chunks, RING_BYTES // chunk_bytes))
         batch = min(tiles, MAX_BATCH)
-        staged = slices * chunks * tokens * (2 * 16 * 16 + 4)
-        shared = staged + warps * tokens * 4 * (1 + ROWS * batch)
+        shared = slices * stacked * tokens * (2 * 16 * 16 + 4)
+        shared += warps * tokens * 4 * (1 + ROWS * batch)
+        stages = 2
         if bulk():
+            room = min(RING_BYTES, MAX_SHARED_BYTES - shared) // (chunk_bytes + 16)
+            stages = min(tiles * stacked * parts, room)
+            if stages < 1:
+                raise UnsupportedModel(
+                    f"{slices * stacked * COLUMNS} columns and {tokens} tokens do not fit a block's "
+                    "memory; use device='cpu'"
+                )
             shared += stages * (chunk_bytes + 16)
-        return cls(stages, batch, warps, shared)
+        return cls(parts, stages, batch, warps, shared)
 
     def macros(self) -> dict[str, int]:
         """What the kernel must know of this."""
         return {
+            "PARTS": self.parts,
             "STAGES": self.stages,
             "BATCH": self.batch,
             "BULK": int(bulk()),
@@ -279,6 +297,8 @@ class _Stream:
         }
 
 
+CHUNK_BYTES = 40_000
+MAX_SHARED_BYTES = 227 * 1024
 CLUSTER = 8
 RING_BYTES = 114_000
 MAX_BATCH = 16
