@@ -22,15 +22,18 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tup
     """
     dim = int(head_dim * rope.partial_rotary_factor)
     exponents = np.arange(0, dim, 2, dtype=np.int64).astype(np.float32) / np.float32(dim)
-    base = (np.float32(1) / np.float32(rope.rope_theta) ** exponents).astype(np.float32)
+    # The power correctly rounded to float32, then its float32 inverse: one ulp here would turn far
+    # positions by a visible angle.
+    powers = (np.float64(rope.rope_theta) ** exponents.astype(np.float64)).astype(np.float32)
+    base = np.float32(1) / powers
     if rope.rope_type == "linear":
         return (base / np.float32(rope.factor))[None], 1.0
     if rope.rope_type == "llama3":
         return _llama3(base, rope, max_positions)[None], 1.0
     if rope.rope_type == "yarn":
-        return _yarn(base, rope, dim, max_positions)
+        return _yarn(powers, rope, dim, max_positions)
     if rope.rope_type == "longrope":
-        return _longrope(base, rope, max_positions)
+        return _longrope(powers, rope, max_positions)
     return base[None], 1.0
 
 
@@ -47,7 +50,7 @@ def _llama3(base: Array, rope: RopeConfig, max_positions: int) -> Array:
     return np.where(middle, blended, slowed).astype(np.float32)
 
 
-def _yarn(base: Array, rope: RopeConfig, dim: int, max_positions: int) -> tuple[Array, float]:
+def _yarn(powers: Array, rope: RopeConfig, dim: int, max_positions: int) -> tuple[Array, float]:
     original = rope.original_max_position_embeddings or max_positions
     factor = rope.factor or max_positions / original
 
@@ -71,18 +74,18 @@ def _yarn(base: Array, rope: RopeConfig, dim: int, max_positions: int) -> tuple[
     high += 0.001 if low == high else 0
     ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
     keep = (1 - ramp).astype(np.float32)
-    frequencies = base / np.float32(factor) * (1 - keep) + base * keep
+    frequencies = 1 / (np.float32(factor) * powers) * (1 - keep) + 1 / powers * keep
     return frequencies.astype(np.float32)[None], float(attention)
 
 
-def _longrope(base: Array, rope: RopeConfig, max_positions: int) -> tuple[Array, float]:
+def _longrope(powers: Array, rope: RopeConfig, max_positions: int) -> tuple[Array, float]:
     original = rope.original_max_position_embeddings or max_positions
     factor = rope.factor or max_positions / original
     attention = rope.attention_factor
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     tables = [np.asarray(f, np.float32) for f in (rope.short_factor, rope.long_factor)]
-    return np.stack([base / t for t in tables]).astype(np.float32), float(attention)
+    return np.stack([1 / (t * powers) for t in tables]).astype(np.float32), float(attention)
 
 
 def rope_cos_sin(
