@@ -12,7 +12,7 @@
 //   partial   float32 [seqs][KV_HEADS][gridDim.x][RATIO][D + 2]   scratch: sums, maximum, weight
 //   arrived   u32 [seqs][KV_HEADS], zero; left zero     scratch
 //   max_pages int32; eps, scale float32
-// Grid: (splits, KV_HEADS, seqs) blocks of 256 threads. A split takes the next ceil(len / splits)
+// Grid: (splits <= 32, KV_HEADS, seqs) blocks of 256 threads. A split takes the next ceil(len / splits)
 // tokens, rounded up to 64; the last block of a head to arrive combines the splits.
 // Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT, KV_GROUP (32).
 // Numerics: float32 throughout; splits are combined in order.
@@ -233,18 +233,23 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   __syncthreads();
   if (!last) return;
   __threadfence();
+  // Factors of each split first, a warp a head, then the weighted sums.
+  float* factors = &sums[0][0][0];  // [RATIO][splits], at most 32 splits
+  for (int h = warp; h < RATIO; h += THREADS / 32) {
+    const float* part = own + (lane * RATIO + h) * (D + 2) + D;
+    float highest = lane < active ? __ldcg(part) : -INFINITE;
+    float weight = lane < active ? __ldcg(part + 1) : 0.f;
+    float factor = __expf(highest - warp_max(highest));
+    factors[h * 32 + lane] = factor / warp_sum(factor * weight);
+  }
+  __syncthreads();
   for (int i = tid; i < RATIO * D; i += THREADS) {
     int h = i / D, d = i % D;
-    float highest = -INFINITE, sum = 0.f, weight = 0.f;
+    float sum = 0.f;
+#pragma unroll 8
     for (int s = 0; s < active; s++)
-      highest = fmaxf(highest, __ldcg(own + (s * RATIO + h) * (D + 2) + D));
-    for (int s = 0; s < active; s++) {
-      const float* part = own + (s * RATIO + h) * (D + 2);
-      float factor = __expf(__ldcg(part + D) - highest);
-      sum += factor * __ldcg(part + d);
-      weight += factor * __ldcg(part + D + 1);
-    }
-    out[(static_cast<size_t>(seq) * HEADS + kv * RATIO + h) * D + d] = sum / weight;
+      sum += factors[h * 32 + s] * __ldcg(own + (s * RATIO + h) * (D + 2) + d);
+    out[(static_cast<size_t>(seq) * HEADS + kv * RATIO + h) * D + d] = sum;
   }
 }
 CPU_KERNEL(attention)

@@ -11,55 +11,70 @@
 //   router_logits float32 [tokens][EXPERTS]         in
 //   norm     float32 [HIDDEN]                       in
 // Grid: (any, tokens) blocks of 32 WARPS threads; block (b, token) takes row tiles b, b + gridDim.x, ...
-// Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K, RENORMALIZE; row tiles a
-// pass (GATE_UP_TILES, DOWN_TILES), DEPTH of the ring, WARPS (8).
+// Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K, RENORMALIZE; BULK, STAGES,
+// BATCH, WARPS: see gemv.cuh.
 #include "gemv.cuh"
 #include "route.cuh"
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
+// Chooses the token's experts: with BULK in the first warp, which fetches; else in every warp.
+// Others read the choice after a barrier.
+struct Choice {
+  int id[TOP_K];
+  float weight[TOP_K];
+};
+__device__ __forceinline__ Choice* choose(Choice* choices, const float* router_logits) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  Choice* mine = choices + (BULK ? 0 : warp);
+  if (!BULK || warp == 0) {
+    Routing r = choose_experts<EXPERTS, TOP_K, RENORMALIZE>(router_logits);
+    if (lane < TOP_K) mine->id[lane] = r.id, mine->weight[lane] = r.weight;
+    __syncwarp();
+  }
+  return mine;
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
 gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* router_logits,
         const float* x, const float* __restrict__ norm, float eps) {
   constexpr int EXPERT_TILES = 2 * WIDTH / TILE, SLICES = HIDDEN / SLICE;
   SHARED_MEMORY(shared);
-  __shared__ float weights[WARPS][TOP_K];
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = blockIdx.y;
+  __shared__ Choice choices[BULK ? 1 : WARPS];
+  int token = blockIdx.y;
   grid_wait();
   launch_next();
-  Routing chosen = choose_experts<EXPERTS, TOP_K, RENORMALIZE>(router_logits + token * EXPERTS);
-  if (lane < TOP_K) weights[warp][lane] = chosen.weight;
-  stream_tiles<SLICES, 1, GATE_UP_TILES, DEPTH, false>(
+  const Choice* chosen = choose(choices, router_logits + token * EXPERTS);
+  stream_tiles<SLICES, 1, 1, false>(
       shared, own_tiles(TOP_K * EXPERT_TILES), x + static_cast<size_t>(token) * HIDDEN, 1, norm,
-      [&](int j, int slice) {
+      [&](int j, int) {
         int at = blockIdx.x + j * gridDim.x;
-        int id = __shfl_sync(ALL_LANES, chosen.id, at / EXPERT_TILES);
-        size_t tile = static_cast<size_t>(id) * EXPERT_TILES + at % EXPERT_TILES;
-        return w + (tile * SLICES + slice) * RECORD_BYTES;
+        size_t tile = static_cast<size_t>(chosen->id[at / EXPERT_TILES]) * EXPERT_TILES;
+        return w + (tile + at % EXPERT_TILES) * SLICES * RECORD_BYTES;
       },
       [&](int j, int row, int, float sum, float square) {
         int at = blockIdx.x + j * gridDim.x, slot = at / EXPERT_TILES;
         float y = sum * rsqrtf(square / HIDDEN + eps);
-        float up = __shfl_down_sync(3u << (lane & 30), y, 1);
+        float up = __shfl_down_sync(3u << (threadIdx.x & 30), y, 1);
         if (row % 2 == 0)
           hidden[(static_cast<size_t>(token) * TOP_K + slot) * WIDTH +
                  at % EXPERT_TILES * (TILE / 2) + row / 2] =
-              weights[warp][slot] * y / (1.f + expf(-y)) * up;
+              chosen->weight[slot] * y / (1.f + expf(-y)) * up;
       });
 }
 CPU_KERNEL(gate_up)
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
 down(float* residual, const u8* __restrict__ w, const float* router_logits, const float* hidden) {
   constexpr int ROW_TILES = HIDDEN / TILE, SLICES = WIDTH / SLICE;
   SHARED_MEMORY(shared);
+  __shared__ Choice choices[BULK ? 1 : WARPS];
   int token = blockIdx.y;
   // The router's kernel ended before gate_up let this one begin: its logits may be read early.
-  Routing chosen = choose_experts<EXPERTS, TOP_K, RENORMALIZE>(router_logits + token * EXPERTS);
-  stream_tiles<TOP_K * SLICES, 1, DOWN_TILES, DEPTH, true>(
+  const Choice* chosen = choose(choices, router_logits + token * EXPERTS);
+  stream_tiles<SLICES, TOP_K, 1, true>(
       shared, own_tiles(ROW_TILES), hidden + static_cast<size_t>(token) * TOP_K * WIDTH, 1, nullptr,
-      [&](int j, int at) {
-        int id = __shfl_sync(ALL_LANES, chosen.id, at / SLICES);
-        size_t tile = static_cast<size_t>(id) * ROW_TILES + blockIdx.x + j * gridDim.x;
-        return w + (tile * SLICES + at % SLICES) * RECORD_BYTES;
+      [&](int j, int k) {
+        size_t tile = static_cast<size_t>(chosen->id[k]) * ROW_TILES + blockIdx.x + j * gridDim.x;
+        return w + tile * SLICES * RECORD_BYTES;
       },
       [&](int j, int row, int, float sum, float) {
         int at = (blockIdx.x + j * gridDim.x) * TILE + row;

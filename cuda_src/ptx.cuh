@@ -21,8 +21,14 @@ __device__ __forceinline__ void launch_next() {
 #endif
 }
 
+// Weights come through shared memory by bulk copies where the hardware has them (BULK, sm_90 and
+// later); elsewhere, and on the CPU, they are read from global memory directly.
+#ifndef BULK
+#define BULK 0
+#endif
+
 #ifndef CUDA_CPU
-#define SHARED_MEMORY(name) extern __shared__ __align__(16) unsigned char name[]
+#define SHARED_MEMORY(name) extern __shared__ __align__(128) unsigned char name[]
 // 16 bytes that are read once: no room in L1.
 __device__ __forceinline__ uint4 load_stream(const void* p) {
   uint4 v;
@@ -46,6 +52,43 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], const uint4& a, u32 b0, 
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
+#if BULK
+__device__ __forceinline__ u32 shared_address(const void* p) {
+  return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+// mbarriers: `arrivals` threads (and the bytes of bulk copies) complete a phase; phases alternate.
+__device__ __forceinline__ void barrier_init(u64* barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+__device__ __forceinline__ void barrier_init_done() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again%=;\n}" ::"r"(shared_address(barrier)),
+      "r"(phase)
+      : "memory");
+}
+// Copies bytes (a multiple of 16, both sides aligned to 16) and counts them at the barrier.
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+#endif
 #else
 #define SHARED_MEMORY(name) unsigned char* name = reinterpret_cast<unsigned char*>(cpu::block->smem.data())
 inline uint4 load_stream(const void* p) {

@@ -7,20 +7,20 @@
 //   norm      float32 [K]              in
 //   rows, tokens int32; eps float32
 // Grid: any number of blocks of 32 WARPS threads; block b takes row tiles b, b + grid, ...
-// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), TILES a pass, DEPTH of the ring, WARPS (8).
+// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), BULK, STAGES, BATCH, WARPS: see gemv.cuh.
 // Alignment: 16 bytes everywhere.
 #include "gemv.cuh"
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
 qkv(float* __restrict__ projected, const u8* __restrict__ w, const float* __restrict__ bias,
     const float* x, const float* __restrict__ norm, int rows, int tokens, float eps) {
   SHARED_MEMORY(shared);
   auto tile = [&](int j) { return static_cast<int>(blockIdx.x + j * gridDim.x); };
-  auto record = [&](int j, int slice) {
-    return w + (static_cast<size_t>(tile(j)) * (K / SLICE) + slice) * RECORD_BYTES;
+  auto chunk = [&](int j, int) {
+    return w + static_cast<size_t>(tile(j)) * (K / SLICE) * RECORD_BYTES;
   };
-  stream_tiles<K / SLICE, TOKENS, TILES, DEPTH, true>(
-      shared, own_tiles(rows / TILE), x, tokens, norm, record,
+  stream_tiles<K / SLICE, 1, TOKENS, true>(
+      shared, own_tiles(rows / TILE), x, tokens, norm, chunk,
       [&](int j, int r, int token, float sum, float square) {
         int row = tile(j) * TILE + r;
         float y = sum * rsqrtf(square / K + eps);

@@ -85,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -112,6 +112,12 @@ class Checkpoint:
         weight_map: dict[str, str] = {}
         if index_path.is_file():
             weight_map = read_json(index_path).get("weight_map", {})
+            if (
+                not isinstance(weight_map, dict)
+                or not weight_map
+                or not all(isinstance(shard, str) for shard in weight_map.values())
+            ):
+                raise CheckpointError(f"{index_path}: weight_map does not say tensor -> shard file")
             shards = [self.folder / name for name in sorted(set(weight_map.values()))]
         else:
             shards = sorted(self.folder.glob("*.safetensors"))
@@ -158,13 +164,20 @@ class Checkpoint:
                     )
                     for name, entry in header.items()
                 }
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(f"{shard}: the header is malformed ({error})") from None
         for name, info in infos.items():
-            self._check_tensor(name, info, size)
+            self._check_tensor(name, info, 8 + length, size)
         return infos
 
-    def _check_tensor(self, name: str, info: TensorInfo, size: int) -> None:
+    def _check_tensor(self, name: str, info: TensorInfo, first: int, size: int) -> None:
+        """`first` is where the data begins and `size` where the file ends."""
+        whole = all(isinstance(n, int) for n in (*info.shape, info.start, info.stop))
+        if not whole or not isinstance(info.dtype, str):
+            raise CheckpointError(
+                f"{info.shard}: the header is malformed (tensor {name!r} has dtype {info.dtype!r}, "
+                f"shape {info.shape}, bytes {info.start} to {info.stop})"
+            )
         if info.dtype not in SAFETENSORS_DTYPES:
             raise UnsupportedModel(
                 f"{info.shard}: tensor {name!r} has dtype {info.dtype!r}; "
@@ -177,11 +190,11 @@ class Checkpoint:
             )
         count = 1
         for extent in info.shape:
-            if not isinstance(extent, int) or extent < 0:
+            if extent < 0:
                 raise CheckpointError(f"{info.shard}: tensor {name!r} has shape {info.shape}")
             count *= extent
         if (
-            info.start < 8
+            info.start < first
             or info.stop - info.start != count * SAFETENSORS_DTYPES[info.dtype].itemsize
         ):
             raise CheckpointError(

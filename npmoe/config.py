@@ -4,6 +4,7 @@ Field names of `ModelConfig` are Hugging Face's. `ConfigReader` reads a config.j
 key is either used, known to be without effect on the computation, or an error that names it.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,12 @@ NEUTRAL_KEYS = frozenset(
 )
 """Keys that change training, sampling defaults or file handling, never the forward pass.
 `pretraining_tp` splits one matrix product into several with the same result."""
+
+
+def is_number(value: Any, zero: bool = False) -> bool:
+    """Whether `value` is a finite number above 0, or 0 where `zero` allows it."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and math.isfinite(value) and (value > 0 or (zero and value == 0))
 
 
 class ConfigReader:
@@ -59,6 +66,13 @@ class ConfigReader:
             raise UnsupportedModel(
                 f"{self.where}: {names[0]} = {value!r}, expected a whole number >= {least}"
             )
+        return value
+
+    def take_number(self, name: str, default: float | None) -> Any:
+        """Like `take`, for a number above 0."""
+        value = self.take(name, default=default)
+        if value is not None and not is_number(value):
+            raise UnsupportedModel(f"{self.where}: {name} = {value!r}, expected a number > 0")
         return value
 
     def expect(self, name: str, *allowed: Any) -> None:
@@ -132,23 +146,28 @@ def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> RopeConfi
     Raises UnsupportedModel for other rope types (`dynamic` too: its frequencies change with the
     length of the sequence) and for keys that the type does not know.
     """
-    theta = reader.take("rope_theta", default=None)
-    partial = reader.take("partial_rotary_factor", default=None)
+    theta = reader.take_number("rope_theta", default=None)
+    partial = reader.take_number("partial_rotary_factor", default=None)
     top_level_original = reader.take_int("original_max_position_embeddings", default=None)
     parameters = reader.take("rope_parameters", default=None)
-    scaling = dict(reader.take("rope_scaling", default=None) or parameters or {})
+    scaling = reader.take("rope_scaling", default=None) or parameters or {}
+    if not isinstance(scaling, dict):
+        raise UnsupportedModel(f"{reader.where}: rope_scaling = {scaling!r}, expected an object")
+    scaling = dict(scaling)
     rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
-    if rope_type not in ROPE_KEYS:
+    if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
         raise UnsupportedModel(
             f"{reader.where}: rope_type {rope_type!r} is not implemented "
             f"(npmoe implements {', '.join(ROPE_KEYS)})"
         )
     values: dict[str, Any] = {"rope_type": rope_type}
-    values["rope_theta"] = float(scaling.pop("rope_theta", None) or theta or default_theta)
-    values["partial_rotary_factor"] = float(
-        scaling.pop("partial_rotary_factor", None) or partial or 1.0
-    )
+    for key, fallback in (
+        ("rope_theta", theta or default_theta),
+        ("partial_rotary_factor", partial),
+    ):
+        value = scaling.pop(key, None)
+        values[key] = fallback or 1.0 if value is None else value
     values["original_max_position_embeddings"] = top_level_original or scaling.get(
         "original_max_position_embeddings"
     )
@@ -166,7 +185,20 @@ def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> RopeConfi
             raise UnsupportedModel(
                 f"{reader.where}: rope_type {rope_type!r} with {key} = {value!r} is not implemented"
             )
+    _check_rope_values(values, reader.where)
     return RopeConfig(**values)
+
+
+def _check_rope_values(values: dict[str, Any], where: str) -> None:
+    for key, value in values.items():
+        if key in ("short_factor", "long_factor"):
+            legal = isinstance(value, tuple) and all(is_number(n) for n in value)
+        elif key in ("rope_type", "truncate") or value is None:
+            continue
+        else:
+            legal = is_number(value, zero=key.startswith("mscale"))
+        if not legal:
+            raise UnsupportedModel(f"{where}: rope {key} = {value!r}, expected numbers > 0")
 
 
 @dataclass(frozen=True)
@@ -226,7 +258,7 @@ def read_common(reader: ConfigReader, **family: Any) -> ModelConfig:
         "tie_word_embeddings": bool(reader.take("tie_word_embeddings", default=False)),
         "layer_is_moe": (False,) * layers,
         "layer_windows": (None,) * layers,
-        "bos_token_id": bos[0] if isinstance(bos, list) else bos,
+        "bos_token_id": next(iter(token_ids(bos)), None),
         "eos_token_ids": token_ids(reader.raw.get("eos_token_id")),
     }
     reader.expect("hidden_act", "silu", "swish")
@@ -243,8 +275,15 @@ def _check_config(config: ModelConfig, where: str) -> None:
             f"{where}: num_attention_heads = {config.num_attention_heads} is not a multiple of "
             f"num_key_value_heads = {config.num_key_value_heads}"
         )
-    if config.head_dim % 2:
-        raise UnsupportedModel(f"{where}: head_dim = {config.head_dim} is odd")
+    if config.head_dim < 2 or config.head_dim % 2:
+        raise UnsupportedModel(f"{where}: head_dim = {config.head_dim}, expected an even number")
+    pairs = int(config.head_dim * config.rope.partial_rotary_factor) // 2
+    for name in ("short_factor", "long_factor"):
+        factors = getattr(config.rope, name)
+        if config.rope.rope_type == "longrope" and len(factors) != pairs:
+            raise UnsupportedModel(
+                f"{where}: rope {name} has {len(factors)} numbers, head_dim asks for {pairs}"
+            )
     if any(config.layer_is_moe) and not 1 <= config.num_experts_per_tok <= config.num_experts:
         raise UnsupportedModel(
             f"{where}: num_experts_per_tok = {config.num_experts_per_tok} with "

@@ -11,12 +11,12 @@ import numpy as np
 
 from npmoe.dtypes import Array
 from npmoe.errors import UnsupportedModel
-from npmoe.formats.fragments import COLUMNS, ROWS
+from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
 from npmoe.models.specs import ExpertSpec, ModelSpec
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
 from npmoe.runtime.device import cupy
 from npmoe.runtime.launch import launch
-from npmoe.runtime.nvrtc import kernel
+from npmoe.runtime.nvrtc import bulk, kernel
 
 W_CODES = {"bf16": 0, "fp4": 1}
 KV_CODES = {"bf16": 0, "fp4": 1}
@@ -97,8 +97,9 @@ class DecodeStep:
         for i in range(len(self.spec.layers)):
             self._layer(i)
         head = w["lm_head"]
+        function, shared = self._gemv("lm_head", head)
         launch(
-            self._gemv("lm_head", head, HEAD_TILES),
+            function,
             (self.blocks,),
             THREADS,
             self.logits,
@@ -110,16 +111,16 @@ class DecodeStep:
             self.spec.vocab_size,
             self.seqs,
             self.spec.eps,
-            shared=self._shared(head.shape[1], HEAD_TILES),
+            shared=shared,
         )
 
     def _layer(self, i: int) -> None:
-        w = {n: self.weights.get(f"layers.{i}.{n}") for n in _LAYER_WEIGHTS}
+        w: dict[str, Any] = {n: self.weights.get(f"layers.{i}.{n}") for n in _LAYER_WEIGHTS}
         eps, seqs, blocks = self.spec.eps, self.seqs, self.blocks
         qkv, o = w["qkv_proj"], w["o_proj"]
-        tiles = -(-qkv.codes.shape[0] // blocks)
+        function, shared = self._gemv("qkv", qkv)
         launch(
-            self._gemv("qkv", qkv, tiles),
+            function,
             (blocks,),
             THREADS,
             self.projected,
@@ -130,12 +131,12 @@ class DecodeStep:
             qkv.shape[0],
             seqs,
             eps,
-            shared=self._shared(qkv.shape[1], tiles),
+            shared=shared,
         )
         self._attention(i, w)
-        tiles = -(-o.codes.shape[0] // blocks)
+        function, shared = self._gemv("output", o)
         launch(
-            self._gemv("output", o, tiles),
+            function,
             (blocks,),
             THREADS,
             self.x,
@@ -144,7 +145,7 @@ class DecodeStep:
             self.attended,
             o.shape[0],
             seqs,
-            shared=self._shared(o.shape[1], tiles),
+            shared=shared,
         )
         mlp = self.spec.layers[i].mlp
         assert isinstance(mlp, ExpertSpec)
@@ -198,7 +199,6 @@ class DecodeStep:
     def _experts(self, w: dict[str, Any], mlp: ExpertSpec) -> None:
         gate_up, down = w["gate_up_proj"], w["down_proj"]
         hidden, width, router = self.spec.hidden_size, mlp.intermediate_size, mlp.router
-        down_tiles = -(-(hidden // ROWS) // self.blocks)
         macros = {
             "W_FORMAT": W_CODES[gate_up.format],
             "HIDDEN": hidden,
@@ -206,12 +206,12 @@ class DecodeStep:
             "EXPERTS": router.num_experts,
             "TOP_K": router.top_k,
             "RENORMALIZE": int(router.renormalize),
-            "GATE_UP_TILES": GATE_UP_TILES,
-            "DOWN_TILES": down_tiles,
-            "DEPTH": DEPTH[gate_up.format],
         }
+        top_k, blocks = router.top_k, self.blocks
+        tiles = -(-top_k * 2 * width // ROWS // blocks)
+        stream = _Stream.fit(gate_up.format, hidden // COLUMNS, 1, 1, tiles)
         launch(
-            kernel("experts", "gate_up", **macros),
+            kernel("experts", "gate_up", **macros, **stream.macros()),
             (self.blocks, self.seqs),
             THREADS,
             self.hidden,
@@ -220,39 +220,60 @@ class DecodeStep:
             self.x,
             w["post_attention_layernorm"],
             self.spec.eps,
-            shared=_stream_bytes(hidden // COLUMNS, 1, GATE_UP_TILES),
+            shared=stream.shared,
         )
+        tiles = -(-(hidden // ROWS) // blocks)
+        stream = _Stream.fit(down.format, width // COLUMNS, top_k, 1, tiles)
         launch(
-            kernel("experts", "down", **macros),
+            kernel("experts", "down", **macros, **stream.macros()),
             (self.blocks, self.seqs),
             THREADS,
             self.x,
             down.codes,
             self.router_logits,
             self.hidden,
-            shared=_stream_bytes(router.top_k * width // COLUMNS, 1, down_tiles),
+            shared=stream.shared,
         )
 
-    def _gemv(self, stem: str, w: Any, tiles: int) -> Any:
-        macros = {"K": w.shape[1], "TOKENS": self.seqs, "TILES": tiles}
-        return kernel(stem, stem, W_FORMAT=W_CODES[w.format], DEPTH=DEPTH[w.format], **macros)
+    def _gemv(self, stem: str, w: Any) -> tuple[Any, int]:
+        """The kernel for a dense weight and its dynamic shared memory."""
+        slices = w.shape[1] // COLUMNS
+        stream = _Stream.fit(w.format, slices, 1, self.seqs, -(-w.codes.shape[0] // self.blocks))
+        macros = {"K": w.shape[1], "TOKENS": self.seqs, "W_FORMAT": W_CODES[w.format]}
+        return kernel(stem, stem, **macros, **stream.macros()), stream.shared
 
-    def _shared(self, columns: int, tiles: int) -> int:
-        return _stream_bytes(columns // COLUMNS, self.seqs, tiles)
+
+@dataclass(frozen=True)
+class _Stream:
+    """How gemv.cuh's stream_tiles runs: chunks in its ring, tiles between reductions, memory."""
+
+    stages: int
+    batch: int
+    shared: int
+
+    @classmethod
+    def fit(cls, form: str, slices: int, chunks: int, tokens: int, tiles: int) -> "_Stream":
+        """For chunks of `slices` records, `chunks` a tile, and at most `tiles` tiles a block."""
+        chunk_bytes = slices * RECORD_BYTES[form]
+        stages = max(2, min(tiles * chunks, RING_BYTES // chunk_bytes))
+        batch = min(tiles, MAX_BATCH)
+        staged = slices * chunks * tokens * (2 * 16 * 16 + 4)
+        shared = staged + WARPS * tokens * 4 * (1 + ROWS * batch)
+        if bulk():
+            shared += stages * (chunk_bytes + 16)
+        return cls(stages, batch, shared)
+
+    def macros(self) -> dict[str, int]:
+        """What the kernel must know of this."""
+        return {"STAGES": self.stages, "BATCH": self.batch, "BULK": int(bulk()), "WARPS": WARPS}
 
 
-GATE_UP_TILES = 6
-HEAD_TILES = 6
-DEPTH = {"bf16": 2, "fp4": 4}
+RING_BYTES = 102_400
+MAX_BATCH = 16
 _LAYER_WEIGHTS = (
     *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),
     *("post_attention_layernorm", "router", "gate_up_proj", "down_proj"),
 )
-
-
-def _stream_bytes(slices: int, tokens: int, tiles: int) -> int:
-    """Dynamic shared memory of gemv.cuh's stream_tiles."""
-    return slices * tokens * 516 + WARPS * tokens * 4 + tiles * WARPS * tokens * ROWS * 4 + 16
 
 
 def _check(spec: ModelSpec) -> None:

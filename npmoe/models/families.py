@@ -26,7 +26,7 @@ def read_model(
     Raises UnsupportedModel for an unknown model_type and for keys that are not implemented.
     """
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedModel(
             f"{where}: model_type {model_type!r} is not implemented "
             f"(npmoe runs {', '.join(FAMILIES)})"

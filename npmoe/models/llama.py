@@ -11,7 +11,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     return read_common(
         reader,
         intermediate_size=reader.take_int("intermediate_size"),
-        rms_norm_eps=reader.take("rms_norm_eps", default=1e-6),
+        rms_norm_eps=reader.take_number("rms_norm_eps", default=1e-6),
         attention_bias=bool(reader.take("attention_bias", default=False)),
         mlp_bias=bool(reader.take("mlp_bias", default=False)),
         rope=read_rope(reader),

@@ -16,7 +16,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     return read_common(
         reader,
         intermediate_size=width,
-        rms_norm_eps=reader.take("rms_norm_eps", default=1e-5),
+        rms_norm_eps=reader.take_number("rms_norm_eps", default=1e-5),
         rope=read_rope(reader, default_theta=1e6),
         layer_windows=(reader.take_int("sliding_window", default=None),) * layers,
         layer_is_moe=(True,) * layers,

@@ -15,9 +15,9 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     return read_common(
         reader,
         intermediate_size=width,
-        rms_norm_eps=reader.take("rms_norm_eps", default=1e-5),
+        rms_norm_eps=reader.take_number("rms_norm_eps", default=1e-5),
         attention_bias=bool(reader.take("attention_bias", default=False)),
-        clip_qkv=reader.take("clip_qkv", default=None),
+        clip_qkv=reader.take_number("clip_qkv", default=None),
         rope=read_rope(reader),
         layer_is_moe=(True,) * layers,
         num_experts=reader.take_int("num_experts", "num_local_experts"),

@@ -26,7 +26,7 @@ def common_fields(reader: ConfigReader) -> dict[str, Any]:
     reader.expect("partial_rotary_factor", 1, 1.0)
     return {
         "intermediate_size": reader.take_int("intermediate_size"),
-        "rms_norm_eps": reader.take("rms_norm_eps", default=1e-6),
+        "rms_norm_eps": reader.take_number("rms_norm_eps", default=1e-6),
         "attention_bias": bool(reader.take("attention_bias", default=False)),
         "rope": read_rope(reader),
     }

@@ -1,6 +1,7 @@
 """qwen3_moe: qwen3 with routed experts on all layers but those that the config keeps dense."""
 
 from npmoe.config import ConfigReader, ModelConfig, read_common
+from npmoe.errors import UnsupportedModel
 from npmoe.models import llama, qwen3
 
 model_spec = qwen3.model_spec
@@ -11,7 +12,9 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     """The config.json of a qwen3_moe checkpoint, hub or transformers v5 spelling."""
     layers = reader.take_int("num_hidden_layers")
     step = reader.take_int("decoder_sparse_step", default=1)
-    dense = set(reader.take("mlp_only_layers", default=[]))
+    dense = reader.take("mlp_only_layers", default=[])
+    if not isinstance(dense, list):
+        raise UnsupportedModel(f"{reader.where}: mlp_only_layers = {dense!r}, expected a list")
     reader.ignore("max_window_layers", "layer_types")  # the family windows every layer or none
     return read_common(
         reader,

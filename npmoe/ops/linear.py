@@ -43,7 +43,12 @@ def linear_ref(x: Array, w: QuantTensor, bias: Array | None = None) -> Array:
 def linear(x: Array, w: QuantTensor, bias: Array | None = None, expert: int | None = None) -> Array:
     """x float32 `[T, K]` times w `[N, K]` (or w[expert] of `[E, N, K]`) -> float32 `[T, N]`."""
     if w.layout != TILES:
-        return linear_ref(x, w if expert is None else w[expert], bias)
+        w = w if expert is None else w[expert]
+        if x.shape[0] > FEW_TOKENS:
+            return linear_ref(x, w, bias)
+        # A product for each token: BLAS adds up in another order for several.
+        y = np.matmul(w.dequantize(), x[:, :, None])[..., 0]
+        return y if bias is None else y + bias
     y = np.empty((x.shape[0], w.codes.shape[-3] * TILE_ROWS), np.float32)
     codes = w.codes if expert is None else w.codes[expert]
     scales = w.scales if expert is None else w.scales[expert]
@@ -72,13 +77,18 @@ def linear(x: Array, w: QuantTensor, bias: Array | None = None, expert: int | No
 
 
 def prepare_linear(w: QuantTensor) -> QuantTensor:
-    """A weight in "rows" layout as CPU tiles; the same values. fp32 stays as
-    it is, and so does a width that is not a multiple of 4, which no model has.
+    """A weight in "rows" layout as CPU tiles; the same values. fp32 stays as it is, and so do a
+    width or a group that is not a multiple of 4 (32 for fp8 groups), which no model has.
 
     codes int8 or int16 `[..., ceil(N / 64), K, 64]`; scales `[..., ceil(N / 64), G, 64]`: fp16 bits
     as uint16, raw uint8 (E8M0, E4M3) or float32 (float codes, G = 1 or the number of blocks).
     """
-    if w.format == "fp32" or w.shape[-1] % 4:
+    grouped = w.scales is not None and w.block[1] < w.shape[-1]
+    if (
+        w.format == "fp32"
+        or w.shape[-1] % 4
+        or (grouped and w.block[1] % (SUM_COLUMNS if w.format == "fp8" else 4))
+    ):
         return w
     rows = w.shape[-2]
     if w.format in ("bf16", "fp16"):
@@ -118,7 +128,8 @@ def _kernel_arguments(w: QuantTensor, expert: int | None) -> tuple[Any, ...]:
     """What a tile kernel needs besides codes and scales."""
     if w.format in _FLOAT_CODES:
         shift, mask, half = _FLOAT_CODES[w.format]
-        return np.int32(shift), np.uint32(mask).view(np.int32), np.float32(half)
+        group = w.block[1] if w.format == "fp8" else w.shape[-1]
+        return np.int32(shift), np.uint32(mask).view(np.int32), np.float32(half), np.int64(group)
     factor = np.float32(0.5 if w.format in ("fp4", "mxfp4", "nvfp4") else 1.0)
     if w.format == "nvfp4":
         factor *= w.global_scale if expert is None else w.global_scale[expert]
@@ -154,10 +165,9 @@ def _int8_tiles(x, codes, scales, table, factor, y, first, last):  # type: ignor
 
 
 @jit
-def _float_tiles(x, codes, scales, shift, mask, half, y, first, last):  # type: ignore[no-untyped-def]
+def _float_tiles(x, codes, scales, shift, mask, half, group, y, first, last):  # type: ignore[no-untyped-def]
     """x [T, K], codes int16 or int8 [tiles, K, 64], scales float32 [tiles, G, 64] -> y [T, N]."""
-    num_tokens, (_, columns, rows), groups = x.shape[0], codes.shape, scales.shape[1]
-    group = columns // groups
+    num_tokens, (_, columns, rows) = x.shape[0], codes.shape
     part = np.empty(rows, np.float32)
     total = np.empty(rows, np.float32)
     for tile in range(first, last):
@@ -190,10 +200,9 @@ def _decode_int8_tiles(codes, scales, table, factor, out):  # type: ignore[no-un
 
 
 @jit
-def _decode_float_tiles(codes, scales, shift, mask, half, out):  # type: ignore[no-untyped-def]
+def _decode_float_tiles(codes, scales, shift, mask, half, group, out):  # type: ignore[no-untyped-def]
     """codes int16 or int8 [tiles, K, 64], scales [tiles, G, 64] -> out float32 [tiles, K, 64]."""
     tiles, columns, rows = codes.shape
-    group = columns // scales.shape[1]
     for tile in range(tiles):
         for k in range(columns):
             for r in range(rows):

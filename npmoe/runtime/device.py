@@ -8,7 +8,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -155,6 +155,9 @@ def parallel_ranges(count: int, work: int, run: Callable[[int, int], None]) -> N
             _pool = ThreadPoolExecutor(cpu_threads(), thread_name_prefix="npmoe")
     edges = [count * i // threads for i in range(threads + 1)]
     tasks = [_pool.submit(run, a, b) for a, b in zip(edges[1:-1], edges[2:], strict=True)]
-    run(edges[0], edges[1])
+    try:
+        run(edges[0], edges[1])
+    finally:
+        wait(tasks)
     for task in tasks:
         task.result()

@@ -35,6 +35,12 @@ def _architecture() -> str:
     return f"sm_{cc}a" if cc in ARCH_WITH_SUFFIX else f"sm_{cc}"
 
 
+@cache
+def bulk() -> bool:
+    """Whether this GPU has bulk copies into shared memory (compute capability 9.0 or later)."""
+    return int(cupy().cuda.Device().compute_capability) >= 90
+
+
 def kernel(stem: str, name: str, **macros: int) -> Any:
     """The function `name` of cuda_src/<stem>.cu, specialised by `macros`.
 

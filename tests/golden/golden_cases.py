@@ -1,0 +1,126 @@
+"""What make_golden.py makes: configurations, the keys that must matter in each, and texts."""
+
+from typing import Any
+
+Config = dict[str, Any]
+
+
+def without(config: Config, *keys: str) -> Config:
+    """A copy of `config` that lacks `keys`."""
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def v5(config: Config) -> Config:
+    """`config` with the keys that transformers 5 renamed."""
+    return without(config, "torch_dtype") | {"dtype": "bfloat16", "transformers_version": "5.24.0"}
+
+
+# fmt: off
+BASE: Config = {
+    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "hidden_act": "silu", "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-05, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True,
+    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0"}
+MOE = {"num_experts_per_tok": 2, "output_router_logits": False, "router_aux_loss_coef": 0.001}
+QWEN3_MOE = BASE | MOE | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16,
+    "attention_bias": False, "intermediate_size": 96, "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+QWEN3_MOE_HUB = {
+    "num_experts": 8, "rope_theta": 1000000.0, "rope_scaling": None, "use_sliding_window": False}
+MIXTRAL = BASE | MOE | {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "intermediate_size": 32,
+    "num_local_experts": 8, "router_jitter_noise": 0.0, "rope_theta": 1000000.0}
+OLMOE = BASE | MOE | {
+    "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "intermediate_size": 32,
+    "num_experts": 8, "num_experts_per_tok": 3, "attention_bias": False, "clip_qkv": None,
+    "norm_topk_prob": False, "rope_theta": 10000.0, "rope_scaling": None, "pad_token_id": 1}
+LLAMA = BASE | {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "intermediate_size": 96,
+    "head_dim": 32, "pretraining_tp": 1, "attention_bias": False, "mlp_bias": False}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+# Old checkpoints name none of these.
+NEWER = ("attention_bias", "head_dim", "mlp_bias", "num_key_value_heads")
+
+CASES: dict[str, Config] = {
+    "qwen3_moe": QWEN3_MOE | QWEN3_MOE_HUB | {
+        "num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts_per_tok": 3,
+        "max_window_layers": 3, "sliding_window": 32, "rms_norm_eps": 1e-06},
+    "qwen3_moe_v5": v5(QWEN3_MOE) | {
+        "num_hidden_layers": 4, "decoder_sparse_step": 2, "intermediate_size": 64,
+        "num_local_experts": 8, "norm_topk_prob": False, "tie_word_embeddings": True,
+        "use_sliding_window": False, "sliding_window": None,
+        "rope_parameters": YARN | {"rope_theta": 50000.0}},
+    "qwen3_moe_window": QWEN3_MOE | QWEN3_MOE_HUB | {
+        "head_dim": 32, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    "mixtral": MIXTRAL | {"sliding_window": None},
+    "mixtral_window": MIXTRAL | {"sliding_window": 20, "head_dim": 32, "rope_theta": 10000.0},
+    "olmoe": OLMOE | {"clip_qkv": 0.75},
+    "olmoe_norm": OLMOE | {"norm_topk_prob": True, "num_experts_per_tok": 2, "rope_theta": 5e5},
+    "llama": LLAMA | {
+        "attention_bias": True, "mlp_bias": True, "max_position_embeddings": 512,
+        "rope_theta": 20000.0, "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64}},
+    "llama_linear": without(LLAMA, *NEWER) | {
+        "tie_word_embeddings": True, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "llama_yarn": v5(LLAMA) | {"rope_parameters": YARN | {
+        "rope_theta": 20000.0, "attention_factor": 1.3, "beta_fast": 4.0, "beta_slow": 0.5,
+        "mscale": 1.0, "mscale_all_dim": 0.8, "truncate": False}},
+    "llama_yarn_mscale": LLAMA | {"rope_theta": 20000.0, "rope_scaling": YARN | {
+        "beta_fast": 4, "mscale": 2.5, "mscale_all_dim": 0.5}},
+    "llama_longrope": LLAMA | {"rope_theta": 20000.0, "rope_scaling": {
+        "rope_type": "longrope", "original_max_position_embeddings": 64,
+        "short_factor": [round(1.0 + 0.05 * i, 2) for i in range(16)],
+        "long_factor": [round(1.0 + 0.4 * i, 2) for i in range(16)]}},
+    "qwen3": BASE | {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 3,
+        "intermediate_size": 96, "head_dim": 32, "attention_bias": True, "rope_theta": 1000000.0,
+        "rope_scaling": None, "use_sliding_window": True, "max_window_layers": 1,
+        "sliding_window": 16, "tie_word_embeddings": True, "rms_norm_eps": 1e-06}}
+
+# Keys whose change must move the logits: a list of other values for each. None deletes the key.
+OTHERS: dict[str, dict[str, list[Any]]] = {
+    "qwen3_moe": {"norm_topk_prob": [False], "num_experts_per_tok": [2, 4], "rope_theta": [1e4],
+                  "use_sliding_window": [True]},
+    "qwen3_moe_v5": {"norm_topk_prob": [True], "rope_parameters.rope_type": ["default"],
+                     "rope_parameters.attention_factor": [1.0], "rope_parameters.factor": [2.0]},
+    "qwen3_moe_window": {"use_sliding_window": [False], "sliding_window": [23, 25]},
+    "mixtral": {"sliding_window": [32], "rope_theta": [1e4], "rms_norm_eps": [1e-6]},
+    "mixtral_window": {"sliding_window": [None, 19, 21], "rope_theta": [1e6]},
+    "olmoe": {"clip_qkv": [None, 1.0], "norm_topk_prob": [True], "num_experts_per_tok": [2]},
+    "olmoe_norm": {"norm_topk_prob": [False], "rope_theta": [1e4], "rms_norm_eps": [1e-6]},
+    "llama": {"attention_bias": [False], "mlp_bias": [False], "rope_theta": [1e4],
+              "rms_norm_eps": [1e-6], "rope_scaling": [None],
+              **{f"rope_scaling.{key}": values for key, values in (
+                  ("factor", [4.0]), ("low_freq_factor", [0.5]), ("high_freq_factor", [8.0]),
+                  ("original_max_position_embeddings", [128]))}},
+    "llama_linear": {"rope_scaling": [None], "rope_theta": [5e5]},
+    "llama_yarn": {f"rope_parameters.{key}": [None] for key in (
+        "attention_factor", "beta_fast", "beta_slow", "truncate", "rope_theta")},
+    "llama_yarn_mscale": {f"rope_scaling.{key}": [None] for key in (
+        "beta_fast", "mscale", "mscale_all_dim")},
+    "llama_longrope": {"rope_scaling": [None], "rope_scaling.attention_factor": [1.0],
+                       "rope_scaling.long_factor": [[1.0] * 16],
+                       "rope_scaling.original_max_position_embeddings": [256]},
+    "qwen3": {"use_sliding_window": [False], "max_window_layers": [0, 2, 3],
+              "sliding_window": [15, 17], "attention_bias": [False], "rope_theta": [1e4]}}
+# Keys that look as if they mattered and do not.
+IGNORED: dict[str, dict[str, list[Any]]] = {
+    "qwen3_moe_window": {"max_window_layers": [0, 2]},
+    "llama_yarn": {"rope_parameters.mscale": [3.0], "rope_parameters.mscale_all_dim": [3.0]}}
+
+# The tokenizer.
+SENTENCES = [
+    "The router sends every token to a few experts, and the experts answer together.",
+    "A mixture of experts is large on disk and small at work.",
+    "She sells sea shells by the sea shore; the shells she sells are sea shells, I'm sure.",
+    "Numbers such as 3.14159, 2,718 and 1e-5 are split into pieces.",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich."]
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}\n"
+    "{{ bos_token + message['role'] + '\\n' + message['content'] | trim + eos_token + '\\n' }}\n"
+    "{%- endfor -%}\n"
+    "{%- if add_generation_prompt -%}{{ bos_token + 'assistant\\n' }}{%- endif -%}")
+# fmt: on

@@ -1,0 +1,105 @@
+"""The arrays of the cache: what is written is what is read, in every format."""
+
+import numpy as np
+import pytest
+
+from npmoe.config import KVCacheConfig
+from npmoe.errors import UnsupportedModel
+from npmoe.formats.floats import decode_bf16, encode_bf16
+from npmoe.formats.groups import Encoded
+from npmoe.formats.kv_cache import GROUPED_KV_FORMATS
+from npmoe.kv.storage import KVCache, kv_bytes_per_token
+from npmoe.ops.quantize import read_kv_pages, write_kv_pages
+from tests.cases import KV_FORMATS, KV_PAIRS
+from tests.helpers import make_pages, normal
+
+
+def as_cached(x: np.ndarray, kv_format: str, group_size: int = 32) -> np.ndarray:
+    """x after a round trip through the format."""
+    if kv_format == "fp32":
+        return x
+    if kv_format == "bf16":
+        return decode_bf16(encode_bf16(x))
+    encode, decode = GROUPED_KV_FORMATS[kv_format]
+    return decode(Encoded(*encode(x, group_size)))
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_reading_gives_what_was_written_through_shuffled_pages(kv_format: str) -> None:
+    pages = make_pages(kv_format, num_pages=5, heads=2, head_dim=64, page_size=4)
+    table = np.array([3, 0, 4], np.int32)
+    x = normal(10, 2, 64)
+    positions = np.arange(10)
+    slots = table[positions // 4] * 4 + positions % 4
+    write_kv_pages(pages, x[:7], slots[:7])
+    write_kv_pages(pages, x[7:], slots[7:])
+    np.testing.assert_array_equal(read_kv_pages(pages, table, 10), as_cached(x, kv_format))
+    np.testing.assert_array_equal(read_kv_pages(pages, table, 5), as_cached(x[:5], kv_format))
+
+
+def test_a_token_lies_in_its_slot() -> None:
+    pages = make_pages("fp32", num_pages=3, heads=2, head_dim=16, page_size=4)
+    x = normal(1, 2, 16)
+    write_kv_pages(pages, x, np.array([9], np.int32))  # 9 = page 2, offset 1
+    np.testing.assert_array_equal(pages.codes[2, :, 1], x[0])
+    assert np.count_nonzero(pages.codes) == x.size
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_slot_minus_one_is_skipped(kv_format: str) -> None:
+    pages = make_pages(kv_format, num_pages=2, heads=2, head_dim=32, page_size=4)
+    x = normal(3, 2, 32)
+    write_kv_pages(pages, x, np.array([-1, 5, -1], np.int32))
+    read = read_kv_pages(pages, np.array([0, 1]), 8)
+    np.testing.assert_array_equal(read[5], as_cached(x[1:2], kv_format)[0])
+    assert not np.delete(read, 5, axis=0).any()
+    before = [a.copy() for a in pages.arrays()]
+    write_kv_pages(pages, x, np.full(3, -1, np.int32))
+    for was, now in zip(before, pages.arrays(), strict=True):
+        np.testing.assert_array_equal(now, was)
+
+
+@pytest.mark.parametrize("kv_format", [f for f in KV_FORMATS if f != "fp32"])
+def test_nan_is_refused(kv_format: str) -> None:
+    pages = make_pages(kv_format, num_pages=1, heads=1, head_dim=32)
+    with pytest.raises(ValueError, match="NaN"):
+        write_kv_pages(pages, np.full((1, 1, 32), np.nan, np.float32), np.array([0]))
+
+
+@pytest.mark.parametrize("pair", KV_PAIRS, ids="/".join)
+def test_copy_page_copies_every_layer_and_array(pair: tuple[str, str]) -> None:
+    cache = KVCache(2, 3, 4, 2, 32, KVCacheConfig(*pair))
+    for i, layer in enumerate(cache.layers):
+        for pages in layer:
+            write_kv_pages(pages, normal(4, 2, 32, seed=i), np.arange(4, dtype=np.int32))
+    cache.copy_page(0, 2)
+    for pages in (pages for layer in cache.layers for pages in layer):
+        for a in pages.arrays():
+            np.testing.assert_array_equal(a[2], a[0])
+            assert a[0].any()
+            assert not a[1].any()
+
+
+@pytest.mark.parametrize("pair", KV_PAIRS, ids="/".join)
+@pytest.mark.parametrize("group_size", [16, 32, 64])
+def test_bytes_per_token_are_those_of_the_arrays(pair: tuple[str, str], group_size: int) -> None:
+    config = KVCacheConfig(*pair, group_size)
+    cache = KVCache(3, 5, 8, 2, 64, config)
+    assert cache.nbytes == kv_bytes_per_token(config, 2, 64) * 3 * 5 * 8
+
+
+def test_bytes_per_token_by_hand() -> None:
+    # 8 heads of 128: 1,024 elements each of K and V. fp4: half a byte, and 2 bytes for every 32.
+    assert kv_bytes_per_token(KVCacheConfig("bf16", "bf16"), 8, 128) == 4096
+    assert kv_bytes_per_token(KVCacheConfig("fp4", "fp4"), 8, 128) == 2 * (512 + 64)
+    assert kv_bytes_per_token(KVCacheConfig("fp8", "int4_asym"), 8, 128) == 1024 + 64 + 512 + 96
+
+
+def test_a_group_that_does_not_divide_head_dim_is_refused_with_what_would_fit() -> None:
+    with pytest.raises(
+        UnsupportedModel, match=r"fp4.*head_dim = 80.*group_size = 32.*group_size 16"
+    ):
+        KVCache(1, 1, 16, 1, 80, KVCacheConfig("bf16", "fp4"))
+    with pytest.raises(UnsupportedModel, match="use fp32 or bf16"):
+        KVCache(1, 1, 16, 1, 24, KVCacheConfig("fp4", "fp4", 16))
+    assert KVCache(1, 1, 16, 1, 80, KVCacheConfig("bf16", "fp32")).nbytes > 0

@@ -1,0 +1,87 @@
+"""Gated MLPs, dense and routed."""
+
+import numpy as np
+import pytest
+
+from npmoe.formats import QuantTensor, quantize
+from npmoe.ops.experts import add_experts, add_mlp, experts_ref, swiglu, swiglu_ref
+from npmoe.ops.linear import prepare_linear
+from npmoe.ops.route import top_k_ref
+from tests.cases import EXPERTS, WEIGHT_FORMATS, ExpertsCase
+from tests.helpers import by_name, normal, relative_error
+
+SILU_2 = 2 / (1 + np.exp(-2))
+
+
+@pytest.mark.parametrize("function", [swiglu, swiglu_ref])
+def test_swiglu_by_hand(function) -> None:
+    with np.errstate(over="ignore"):  # exp(100)
+        out = function(np.array([[2, 0, -100, 3, 5, 7]], np.float32))
+    np.testing.assert_allclose(out, [[SILU_2 * 3, 0, 0]], rtol=1e-6, atol=1e-30)
+
+
+def test_swiglu_agrees_with_the_definition() -> None:
+    x = 4 * normal(5, 70)
+    assert relative_error(swiglu(x), swiglu_ref(x)) < 1e-6
+
+
+def run(case: ExpertsCase, format: str) -> tuple[np.ndarray, tuple, tuple]:
+    """x, (gate_up, down) as encoded, and the router's choice for a case."""
+    gate_up = quantize(normal(case.num_experts, 2 * case.width, case.hidden, seed=1), format)
+    down = quantize(normal(case.num_experts, case.hidden, case.width, seed=2), format)
+    choice = top_k_ref(normal(case.num_tokens, case.num_experts, seed=3), case.top_k, True)
+    return normal(case.num_tokens, case.hidden), (gate_up, down), choice
+
+
+def added(x: np.ndarray, weights: tuple[QuantTensor, QuantTensor], choice: tuple) -> np.ndarray:
+    residual = np.zeros_like(x)
+    add_experts(residual, x, *map(prepare_linear, weights), *choice)
+    return residual
+
+
+@by_name(EXPERTS)
+@pytest.mark.parametrize("format", WEIGHT_FORMATS)
+def test_agrees_with_the_definition(case: ExpertsCase, format: str) -> None:
+    x, weights, choice = run(case, format)
+    assert relative_error(added(x, weights, choice), experts_ref(x, *weights, *choice)) < 5e-6
+
+
+@pytest.mark.parametrize("format", WEIGHT_FORMATS)
+def test_a_token_gets_the_same_bits_alone_and_among_eight(format: str) -> None:
+    x, weights, choice = run(ExpertsCase("", 8, 64, 32, 4, 2), format)
+    together = added(x, weights, choice)
+    for t in range(8):
+        alone = added(x[t : t + 1], weights, tuple(c[t : t + 1] for c in choice))
+        np.testing.assert_array_equal(alone[0], together[t])
+
+
+def test_two_experts_by_hand() -> None:
+    # Expert e: gate = x0, up = (e + 1) x1, down puts the product on output e. x = (2, 3).
+    gate_up, down = np.zeros((2, 2, 4), np.float32), np.zeros((2, 4, 4), np.float32)
+    gate_up[:, 0, 0] = 1
+    gate_up[:, 1, 1] = 1, 2
+    down = np.zeros((2, 4, 1), np.float32)
+    down[0, 0], down[1, 1] = 1, 1
+    residual = np.array([[10, 10, 10, 10]], np.float32)
+    x = np.array([[2, 3, 0, 0]], np.float32)
+    weights = np.array([[0.25, 0.5]], np.float32)
+    parts = [prepare_linear(quantize(w, "fp32")) for w in (gate_up, down)]
+    add_experts(residual, x, *parts, weights, np.array([[1, 0]], np.int32))
+    expected = [10 + 0.5 * SILU_2 * 3, 10 + 0.25 * SILU_2 * 6, 10, 10]
+    np.testing.assert_allclose(residual, [expected], rtol=1e-6)
+
+
+def test_no_tokens() -> None:
+    x, weights, _ = run(EXPERTS[0], "fp4")
+    choice = np.zeros((0, 2), np.float32), np.zeros((0, 2), np.int32)
+    assert added(x[:0], weights, choice).shape == (0, 64)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_add_mlp_adds_to_the_residual(num_tokens: int) -> None:
+    x, gate_up, down = normal(num_tokens, 64), normal(64, 64, seed=1), normal(64, 32, seed=2)
+    biases = normal(64, seed=3), normal(64, seed=4)
+    residual = normal(num_tokens, 64, seed=5)
+    want = residual + swiglu_ref(x @ gate_up.T + biases[0]) @ down.T + biases[1]
+    add_mlp(residual, x, quantize(gate_up, "fp32"), quantize(down, "fp32"), *biases)
+    assert relative_error(residual, want) < 5e-6

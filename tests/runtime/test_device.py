@@ -1,0 +1,156 @@
+"""Choosing a device, splitting work, compiling at first use."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from npmoe.errors import DeviceError
+from npmoe.runtime import device
+from npmoe.runtime.device import (
+    PARALLEL_WORK,
+    cpu_threads,
+    free_memory,
+    jit,
+    parallel_ranges,
+    resolve_device,
+    to_device,
+    to_host,
+)
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, gpus: int, problem: str | None, cupy: bool) -> None:
+    """Pretends that this machine is one with so many GPUs, a driver problem, and CuPy or not."""
+    monkeypatch.setattr(device, "_count_gpus", lambda: (gpus, problem))
+    monkeypatch.setattr(device, "find_spec", lambda name: object() if cupy else None)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "expected"),
+    [
+        ("cpu", 0, "cpu"),
+        ("cpu", 2, "cpu"),
+        ("auto", 0, "cpu"),
+        ("auto", 1, "cuda"),
+        ("cuda", 1, "cuda"),
+    ],
+)
+def test_devices(monkeypatch: pytest.MonkeyPatch, wanted: str, gpus: int, expected: str) -> None:
+    machine(monkeypatch, gpus, None, cupy=True)
+    assert resolve_device(wanted) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "problem", "cupy", "message"),
+    [
+        ("cuda", 0, None, True, "no NVIDIA GPU was found"),
+        ("cuda", 0, "the driver does not start", True, "the driver does not start"),
+        ("auto", 0, "the driver does not start", True, "the driver does not start.*device='cpu'"),
+        ("auto", 1, None, False, "CuPy is not installed.*cuda13"),
+        ("cuda", 1, None, False, "CuPy is not installed"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_an_error_that_says_why(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, gpus: int, problem: str, cupy: bool, message: str
+) -> None:
+    machine(monkeypatch, gpus, problem, cupy)
+    with pytest.raises(DeviceError, match=message):
+        resolve_device(wanted)
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="device = 'tpu': legal values are 'auto', 'cpu' and 'cuda'"
+    ):
+        resolve_device("tpu")
+
+
+def test_arrays_stay_where_they_are_on_the_cpu() -> None:
+    x = np.arange(3)
+    assert to_device(x, "cpu") is x
+    assert to_host(x) is x
+
+
+def test_free_memory_is_a_number_of_bytes() -> None:
+    assert 1e6 < free_memory("cpu") < 1e15
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 10, 101])
+@pytest.mark.parametrize("work", [1, PARALLEL_WORK])
+def test_ranges_cover_everything_once(
+    monkeypatch: pytest.MonkeyPatch, threads: str, count: int, work: int
+) -> None:
+    monkeypatch.setenv("NPMOE_NUM_THREADS", threads)
+    seen, lock = np.zeros(count, int), threading.Lock()
+
+    def run(start: int, stop: int) -> None:
+        with lock:
+            seen[start:stop] += 1
+
+    parallel_ranges(count, work, run)
+    assert (seen == 1).all()
+
+
+def test_an_error_in_a_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPMOE_NUM_THREADS", "2")
+
+    def run(start: int, stop: int) -> None:
+        if start > 0:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        parallel_ranges(2, PARALLEL_WORK, run)
+
+
+def test_no_range_runs_on_after_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPMOE_NUM_THREADS", "2")
+    done = threading.Event()
+
+    def run(start: int, stop: int) -> None:
+        if start == 0:
+            raise ZeroDivisionError
+        time.sleep(0.1)
+        done.set()
+
+    with pytest.raises(ZeroDivisionError):
+        parallel_ranges(2, PARALLEL_WORK, run)
+    assert done.is_set(), "a thread still writes into arrays that the caller may reuse"
+
+
+def test_threads_are_those_of_the_process_or_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NPMOE_NUM_THREADS", raising=False)
+    assert cpu_threads() == len(os.sched_getaffinity(0))
+    monkeypatch.setenv("NPMOE_NUM_THREADS", "5")
+    assert cpu_threads() == 5
+
+
+@jit
+def _double(x):
+    return 2 * x
+
+
+@jit
+def _double_twice(x):
+    return _double(_double(x))
+
+
+def test_compiled_functions_call_each_other() -> None:
+    assert _double_twice(np.float32(3)) == 12
+    assert _double(np.float32(3)) == 6
+
+
+def test_importing_npmoe_loads_neither_numba_nor_cupy_and_is_quick() -> None:
+    code = (
+        "import sys, time; start = time.perf_counter(); import npmoe, npmoe.ops.linear; "
+        "assert not {'numba', 'cupy', 'torch'} & set(sys.modules); "
+        "print(time.perf_counter() - start)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 5, "far more than it should take, even on a busy machine"
