@@ -22,7 +22,7 @@ __device__ __forceinline__ void launch_next() {
 }
 
 // Weights come through shared memory by bulk copies where the hardware has them (BULK, sm_90 and
-// later); elsewhere, and on the CPU, they are read from global memory directly.
+// later; the CPU imitates them); elsewhere they are read from global memory directly.
 #ifndef BULK
 #define BULK 0
 #endif
@@ -129,4 +129,17 @@ inline void mma_bf16(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
     return __uint_as_float(high ? w & 0xffff0000u : w << 16);
   });
 }
+#if BULK
+inline cpu::Mbarrier* mbarrier(u64* p) { return reinterpret_cast<cpu::Mbarrier*>(p); }
+inline void barrier_init(u64* barrier, u32 arrivals) {
+  u8 count = static_cast<u8>(arrivals);
+  *mbarrier(barrier) = {0, count, count, 0, 0};
+}
+inline void barrier_init_done() {}
+inline void barrier_arrive(u64* barrier) { cpu::mbarrier_step(mbarrier(barrier), 1, 0); }
+inline void barrier_wait(u64* barrier, u32 phase) { cpu::mbarrier_wait(mbarrier(barrier), phase); }
+inline void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
+  cpu::bulk_copy(to, from, bytes, mbarrier(barrier));
+}
+#endif
 #endif

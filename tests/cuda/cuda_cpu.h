@@ -7,8 +7,11 @@
 //   *  warps and lanes shuffled again and again
 // so a result that depends on the seed shows a race. Shared memory is filled with POISON (a NaN in
 // every float format) before each block, and the bytes behind dynamic shared memory are checked after it.
+// Bulk copies into shared memory land at once with seed 0, when nothing else can run with 1, and else
+// when a thread waits for them.
 // Reported as an error text: a deadlock, lanes that meet in different warp operations, threads that
-// meet at different barriers, a write past dynamic shared memory, arguments of the wrong type.
+// meet at different barriers, a write past dynamic shared memory, a bulk copy that is misaligned or
+// never waited for, arguments of the wrong type.
 // Types and conversions of half and bf16 are NVIDIA's own headers, which g++ compiles unchanged.
 #pragma once
 #define CUDA_CPU 1
@@ -79,7 +82,18 @@ namespace cpu {
 constexpr size_t STACK_BYTES = 128 << 10, GUARD = 4;  // GUARD: uint4 behind dynamic shared memory
 constexpr unsigned char POISON = 0xFF;
 
-enum State { READY, AT_BARRIER, AT_WARP_OP, ENDED };
+enum State { READY, AT_BARRIER, AT_WARP_OP, AT_MBARRIER, ENDED };
+
+struct Mbarrier {  // lies in the kernel's u64
+  uint8_t phase, arrivals, pending, unused;
+  int32_t bytes;
+};
+struct BulkCopy {
+  void* to;
+  const void* from;
+  unsigned bytes;
+  Mbarrier* barrier;
+};
 
 struct Fiber {
   void* stack_pointer = nullptr;
@@ -91,6 +105,7 @@ struct Fiber {
   const void* brought = nullptr;
   void* call = nullptr;
   void (*finish)(void*) = nullptr;
+  Mbarrier* awaits = nullptr;
 };
 
 struct Block {
@@ -98,6 +113,8 @@ struct Block {
   uint3 index{};
   std::vector<Fiber> fibers;
   std::vector<uint4> smem;  // dynamic shared memory
+  std::vector<BulkCopy> copies;  // on their way
+  unsigned seed = 0;
   std::function<void()> run;
   void* scheduler = nullptr;  // its stack pointer
   int alive = 0, waiting = 0;
@@ -128,12 +145,12 @@ inline void pause() { cpu_switch(&current->stack_pointer, block->scheduler); }
 
 inline void fail(const std::string& what) {  // ends the launch; a fiber does not return from it
   Block& b = *block;
-  const char* names[] = {"ready", "at a barrier", "in a warp operation", "ended"};
-  int counts[4] = {};
+  const char* names[] = {"ready", "at a barrier", "in a warp operation", "at an mbarrier", "ended"};
+  int counts[5] = {};
   for (const Fiber& f : b.fibers) counts[f.state]++;
   b.error = what + " in block " + std::to_string(b.index.x) + ", " + std::to_string(b.index.y) +
             ", " + std::to_string(b.index.z) + ":";
-  for (int i = 0; i < 4; i++)
+  for (int i = 0; i < 5; i++)
     if (counts[i]) b.error += " " + std::to_string(counts[i]) + " threads " + names[i] + ";";
   if (current) pause();
 }
@@ -211,6 +228,46 @@ auto warp_op(unsigned mask, const T& mine, F f) {
   return call.result;
 }
 
+inline void mbarrier_step(Mbarrier* m, int arrivals, int bytes) {
+  m->pending -= arrivals, m->bytes += bytes;
+  if (m->pending || m->bytes) return;
+  m->phase ^= 1, m->pending = m->arrivals;
+  for (Fiber& f : block->fibers)
+    if (f.state == AT_MBARRIER && f.awaits == m) f.state = READY;
+}
+
+// Lets copies that count at this mbarrier arrive.
+inline void land(Mbarrier* m) {
+  std::vector<BulkCopy>& all = block->copies;
+  for (size_t i = 0; i < all.size();) {
+    BulkCopy c = all[i];
+    if (c.barrier != m) {
+      i++;
+      continue;
+    }
+    all.erase(all.begin() + i);
+    memcpy(c.to, c.from, c.bytes);
+    mbarrier_step(m, 0, -static_cast<int>(c.bytes));
+  }
+}
+
+inline void mbarrier_wait(Mbarrier* m, unsigned phase) {
+  if (block->seed != 1) land(m);
+  while (m->phase == phase) {
+    current->state = AT_MBARRIER, current->awaits = m;
+    pause();
+  }
+}
+
+inline void bulk_copy(void* to, const void* from, unsigned bytes, Mbarrier* m) {
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16)
+    fail("a bulk copy that is not aligned to 16 bytes");
+  mbarrier_step(m, 1, static_cast<int>(bytes));
+  memset(to, POISON, bytes);
+  block->copies.push_back({to, from, bytes, m});
+  if (block->seed == 0) land(m);
+}
+
 inline void fiber_main() {
   block->run();
   current->state = ENDED;
@@ -228,7 +285,7 @@ inline void run_block(Block& b, unsigned char* stacks, Random& random, unsigned 
   __asan_unpoison_memory_region(stacks, STACK_BYTES * count);
   memset(static_cast<void*>(b.smem.data()), POISON, b.smem.size() * sizeof(uint4));
   poison_shared();
-  b.alive = count, b.waiting = 0, block = &b;
+  b.alive = count, b.waiting = 0, b.seed = seed, block = &b;
   for (int i = 0; i < count; i++) {
     Fiber& f = b.fibers[i] = Fiber();
     int x = b.size.x, y = b.size.y;
@@ -258,8 +315,11 @@ inline void run_block(Block& b, unsigned char* stacks, Random& random, unsigned 
         ran = true;
         if (seed > 1 && random.below(4) == 0) break;
       }
-    if (!ran && b.error.empty()) fail("deadlock");
+    if (ran || !b.error.empty()) continue;
+    if (b.copies.empty()) fail("deadlock");
+    else land(b.copies.front().barrier);
   }
+  if (!b.copies.empty() && b.error.empty()) fail("a bulk copy that nobody waited for");
 }
 
 template <class T>
