@@ -1,0 +1,101 @@
+"""cuda_src/lm_head.cu on the CPU: logits against NumPy, and the greedy choice against argmax."""
+
+import numpy as np
+import pytest
+
+from npmoe.formats.quant_tensor import QuantTensor
+from npmoe.models.decode import THREADS
+from npmoe.ops.linear import linear_ref
+from npmoe.ops.norm import rms_norm_ref
+from tests.cuda.build import launch
+from tests.cuda.support import (
+    TOLERANCE,
+    Memory,
+    activations,
+    codes,
+    dense,
+    run_all_orders,
+    weight,
+)
+from tests.helpers import relative_error
+
+EPS = 1e-6
+SPECIALISATIONS = [  # format, K, TOKENS, row tiles a block at most, bulk copies
+    ("fp4", 384, 3, 4, True),
+    ("bf16", 256, 8, 3, False),
+]
+LAUNCHES = [  # tokens at most, vocabulary, blocks
+    pytest.param(8, 77, 3, marks=pytest.mark.sanitize),  # three rows of padding
+    (1, 40, 1),
+    (2, 9, 4),
+]
+
+
+def greedy(best: np.ndarray) -> np.ndarray:
+    """The rows that `best` names."""
+    return (~best & np.uint64(0xFFFFFFFF)).astype(np.int64)
+
+
+def run_lm_head(
+    w: QuantTensor,
+    x: np.ndarray,
+    norm: np.ndarray,
+    max_tokens: int,
+    tiles: int,
+    blocks: int,
+    bulk: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """logits and best."""
+    (vocab, columns), tokens = w.shape, x.shape[0]
+    lm_head, memory_size = dense("lm_head", w.format, columns, max_tokens, tiles, bulk)
+    records = codes(w)
+
+    def run(memory: Memory, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        logits = memory.output(tokens, vocab)
+        best = memory.writable(np.zeros(tokens, np.uint64))
+        launch(
+            *(lm_head, (blocks,), THREADS, logits, best, memory.read_only(records)),
+            *(memory.read_only(x), memory.read_only(norm)),
+            *(records.shape[0] * 8, vocab, tokens, EPS),
+            **memory_size,
+            seed=seed,
+        )
+        return logits, best
+
+    logits, best = run_all_orders(run)
+    return logits, best
+
+
+@pytest.mark.parametrize(("tokens", "vocab", "blocks"), LAUNCHES)
+@pytest.mark.parametrize(("fmt", "columns", "max_tokens", "tiles", "bulk"), SPECIALISATIONS)
+def test_lm_head(
+    fmt: str,
+    columns: int,
+    max_tokens: int,
+    tiles: int,
+    bulk: bool,
+    tokens: int,
+    vocab: int,
+    blocks: int,
+) -> None:
+    rng = np.random.default_rng(columns + vocab)
+    w = weight(rng, fmt, vocab, columns)
+    x = activations(rng, min(tokens, max_tokens), columns)
+    norm = rng.uniform(0.5, 1.5, columns).astype(np.float32)
+    logits, best = run_lm_head(w, x, norm, max_tokens, tiles, blocks, bulk)
+    assert relative_error(logits, linear_ref(rms_norm_ref(x, norm, EPS), w)) < TOLERANCE[fmt]
+    assert (greedy(best) == logits.argmax(axis=1)).all()
+
+
+@pytest.mark.parametrize("scale", [1, 0, -1])
+def test_ties_go_to_the_lower_row(scale: int) -> None:
+    """Rows 5 and 60 are the best alike; with scale 0 all rows are, and with -1 all but those two."""
+    rng = np.random.default_rng(3)
+    rows = np.tile(rng.standard_normal((1, 256)).astype(np.float32) * 0.1, (64, 1))
+    rows[[5, 60]] *= 2
+    w = weight(rng, "bf16", 64, 256)
+    w.codes[...] = (rows * scale).view(np.uint32) >> 16
+    x = np.tile(np.abs(rows[:1]) * np.sign(rows[:1]), (2, 1))
+    logits, best = run_lm_head(w, x, np.ones(256, np.float32), 8, 3, 3, False)
+    assert (greedy(best) == logits.argmax(axis=1)).all()
+    assert (greedy(best) == (5 if scale == 1 else 0)).all()
