@@ -96,11 +96,14 @@ inline uint4 load_stream(const void* p) {
   memcpy(&v, p, 16);
   return v;
 }
-template <class Decode>
+template <class Decode>  // decode(word, high): one of the two 16-bit numbers of a word
 inline void mma_cpu(float (&c)[4], const uint4& a, u32 b0, u32 b1, Decode decode) {
   struct Operands {
-    u32 a[4], b[2];
-  } mine{{a.x, a.y, a.z, a.w}, {b0, b1}};
+    float a[4][2], b[2][2];
+  } mine;
+  const u32 words[6] = {a.x, a.y, a.z, a.w, b0, b1};
+  for (int i = 0; i < 12; i++)
+    (i < 8 ? mine.a[i / 2] : mine.b[i / 2 - 4])[i % 2] = decode(words[i / 2], i % 2);
   auto sums = cpu::warp_op(~0u, mine, [&](auto of, int lane) {
     std::array<float, 4> out;
     for (int i = 0; i < 4; i++) {
@@ -109,7 +112,7 @@ inline void mma_cpu(float (&c)[4], const uint4& a, u32 b0, u32 b1, Decode decode
       for (int k = 0; k < 16; k++) {
         const Operands& left = of(row % 8 * 4 + k % 8 / 2);
         const Operands& right = of(column * 4 + k % 8 / 2);
-        sum += decode(left.a[row / 8 + 2 * (k / 8)], k & 1) * decode(right.b[k / 8], k & 1);
+        sum += left.a[row / 8 + 2 * (k / 8)][k % 2] * right.b[k / 8][k % 2];
       }
       out[i] = sum;
     }
