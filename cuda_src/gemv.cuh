@@ -204,9 +204,9 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
   __syncthreads();
 #endif
   uint4* staged = reinterpret_cast<uint4*>(shared);
-  float* unscale = reinterpret_cast<float*>(staged + ALL * 2 * MAX_TOKENS * 16);
-  float* squares = unscale + ALL * MAX_TOKENS;
-  float* partial = squares + WARPS * MAX_TOKENS;  // [BATCH][WARPS][MAX_TOKENS][8]
+  float* partial = reinterpret_cast<float*>(staged + ALL * 2 * MAX_TOKENS * 16);
+  float* squares = partial + BATCH * WARPS * MAX_TOKENS * TILE;  // partial: [BATCH][WARPS][MAX_TOKENS][8]
+  float* unscale = squares + WARPS * MAX_TOKENS;
   constexpr int STAGED_A_WARP = (ALL + WARPS - 1) / WARPS;
   constexpr int FACTORS = CHUNKS == 1 ? PER_WARP : 1;
   float4 factor[FACTORS];
