@@ -2,7 +2,7 @@
 
 `kernel` and `launch` are called like those of npmoe.runtime, which they stand in for. Needs g++ and
 NVIDIA's headers (extra `cuda-compile`). With NPMOE_TEST_ASAN=1 kernels are built with
-AddressSanitizer and UndefinedBehaviorSanitizer; Python must then run with libasan preloaded.
+AddressSanitizer and checks of alignment; Python must then run with libasan preloaded.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ FLAGS = (
     "-ftrivial-auto-var-init=pattern",  # registers that nobody wrote hold garbage for certain
 )
 SANITIZERS = (
-    *("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
+    *("-g1", "-fsanitize=address,alignment,bounds", "-fno-sanitize-recover=alignment,bounds"),
     "-fsanitize-sections=shared_memory",  # redzones around __shared__ arrays too
 )
 
@@ -96,6 +96,7 @@ def _library(stem: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
                 + [str(source), "-o", str(target)],
                 capture_output=True,
                 text=True,
+                env={k: v for k, v in os.environ.items() if k != "LD_PRELOAD"},
             )
             assert run.returncode == 0, f"{stem} {dict(macros)}:\n{run.stderr[:4000]}"
             target.replace(built)

@@ -283,7 +283,8 @@ __attribute__((no_sanitize("address"))) inline void poison_shared() {
 inline void run_block(Block& b, unsigned char* stacks, Random& random, unsigned seed) {
   int count = static_cast<int>(b.fibers.size()), warps = (count + 31) / 32;
   __asan_unpoison_memory_region(stacks, STACK_BYTES * count);
-  memset(static_cast<void*>(b.smem.data()), POISON, b.smem.size() * sizeof(uint4));
+  if (!b.smem.empty())
+    memset(static_cast<void*>(b.smem.data()), POISON, b.smem.size() * sizeof(uint4));
   poison_shared();
   b.alive = count, b.waiting = 0, b.seed = seed, block = &b;
   for (int i = 0; i < count; i++) {

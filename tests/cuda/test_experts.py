@@ -49,7 +49,7 @@ CASES = (
     Case("bf16_ring_wide", "bf16", 128, 1152, 6, 4, True, 1, 200, True),  # more blocks than tiles
     Case("fp4_plain_many", "fp4", 640, 128, 33, 6, True, 2, 7, False),
 )
-SANITIZED = ("fp4_ring", "bf16_plain")
+SANITIZED = ("fp4_ring",)
 PARAMS = [
     pytest.param(c, id=c.name, marks=[pytest.mark.sanitize] if c.name in SANITIZED else [])
     for c in CASES

@@ -20,13 +20,13 @@ from tests.helpers import relative_error
 
 EPS = 1e-5
 SPECIALISATIONS = [  # format, K, TOKENS, row tiles a block at most, bulk copies
-    ("fp4", 128, 1, 10, True),  # one slice: seven warps without work
+    pytest.param("fp4", 128, 1, 10, True, marks=pytest.mark.sanitize),  # one slice: seven warps without work
     ("fp4", 1152, 8, 4, False),  # nine slices on eight warps
     ("bf16", 1152, 4, 20, True),
     ("bf16", 256, 5, 2, False),
 ]
 LAUNCHES = [  # tokens at most, rows, blocks, bias
-    pytest.param(8, 80, 3, True, marks=pytest.mark.sanitize),
+    (8, 80, 3, True),
     (1, 40, 1, False),
     (3, 16, 5, True),  # more blocks than row tiles
 ]
