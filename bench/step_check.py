@@ -105,8 +105,8 @@ def check(fmt, kv, dim, seqs, context, page=16):
 def random_fragments(*grid, fmt):
     codes = cp.random.randint(0, 256, (*grid, RECORD_BYTES[fmt]), dtype=cp.uint8)
     if fmt == "fp4":
-        scales = (cp.random.random((*grid, 32), dtype=cp.float32) * 0.01 + 0.005).astype(cp.float16)
-        codes[..., 512:] = scales.view(cp.uint8)
+        scales = (cp.random.random((*grid, 64), dtype=cp.float32) * 0.01 + 0.005).astype(cp.float16)
+        codes[..., 1024:] = scales.view(cp.uint8)
     else:
         flat = codes.reshape(-1).view(cp.uint16); n = 1 << 26
         for i in range(0, flat.size, n):
@@ -118,7 +118,7 @@ def build(shape, fmt, kv, seqs, context, page, tuning):
     spec = make_spec(*SHAPES[shape]); h = spec.hidden_size; a, m = spec.layers[0].attention, spec.layers[0].mlp
     w: dict[str, Any] = {}
     def mat(name, n, k, *lead):
-        w[name] = QuantTensor(fmt, (*lead, n, k), random_fragments(*lead, -(-n // 8), k // 128, fmt=fmt), layout="fragments")
+        w[name] = QuantTensor(fmt, (*lead, n, k), random_fragments(*lead, -(-n // 16), k // 128, fmt=fmt), layout="fragments")
     w["embed_tokens"] = (cp.random.standard_normal((spec.vocab_size, h), dtype=cp.float32).view(cp.uint32) >> 16).astype(cp.uint16)
     e, i_ = m.router.num_experts, m.intermediate_size
     bytes_ = 0

@@ -15,20 +15,27 @@
 // Grid: (splits <= 32, KV_HEADS, seqs) blocks of 256 threads. A split takes the next ceil(len / splits)
 // tokens, rounded up to 64; the last block of a head to arrive combines the splits.
 // Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT, KV_GROUP (32).
-// Numerics: float32 throughout; splits are combined in order.
+// Numerics: tensor-core products of exact codes with activations and weights split in a 16-bit head
+// and rest, float32 sums, group scales applied in float32; splits are combined in order.
+// Limit: values in fp4 pages below 1,500 (their scale times 256 must fit fp16).
 #include "kv_formats.cuh"
 
-#if (HEAD_DIM != 64 && HEAD_DIM != 128) || HEADS % KV_HEADS != 0 || KV_GROUP != 32
-#error "attention needs HEAD_DIM 64 or 128, KV_GROUP 32, and HEADS a multiple of KV_HEADS"
+#if (HEAD_DIM != 64 && HEAD_DIM != 128) || HEADS % KV_HEADS != 0 || HEADS / KV_HEADS > 8
+#error "attention needs HEAD_DIM 64 or 128 and 1 to 8 query heads a KV head"
 #endif
 
-constexpr int D = HEAD_DIM, RATIO = HEADS / KV_HEADS, THREADS = 256, TOKENS_A_TILE = 64;
-constexpr int QUARTERS = 4, PART = D / QUARTERS, PAD = PART + 4, CHUNKS = D / 8;
-constexpr int GROUPS = THREADS / CHUNKS, EACH = TOKENS_A_TILE / GROUPS;
+constexpr int D = HEAD_DIM, RATIO = HEADS / KV_HEADS, THREADS = 256, SPAN = 64;  // tokens a tile
+constexpr int GROUPS = D / 32, DIM_TILES = D / 64;  // tiles of 8 dims a warp has of the output
+constexpr int K_ROW = D * KV<K_FORMAT>::BITS / 8, V_ROW = D * KV<V_FORMAT>::BITS / 8;  // bytes
+constexpr int K_WORDS = KV<K_FORMAT>::BITS / 4;  // 32-bit words of 8 elements
+constexpr int V_PARTS = V_ROW / 16, V_EACH = SPAN * V_PARTS / THREADS > 0 ? SPAN * V_PARTS / THREADS : 1;
+constexpr int V_STRIDE = V_ROW + 16;  // in shared memory: rows 2 t on different banks
+constexpr float V_FACTOR = KV<V_FORMAT>::SCALED ? 256.f : 1.f;
+constexpr float V_UNDO = KV<V_FORMAT>::SCALED ? 64.f : 1.f;  // 2^14 of the codes / V_FACTOR
 
 // RMS norm and rotary of one head, spread over a warp as store_head wants it.
 __device__ __forceinline__ void load_head(float* v, const float* x, const float* norm,
-                                          const float2* cos_sin, float eps) {
+                                          const float2* turn, float eps) {
   int lane = threadIdx.x & 31;
   float square = 0.f;
 #pragma unroll
@@ -45,11 +52,11 @@ __device__ __forceinline__ void load_head(float* v, const float* x, const float*
       v[2 * h + 1] *= inverse * norm[h * 64 + 2 * lane + 1];
     }
   }
-  if (!cos_sin) return;
+  if (!turn) return;
 #if HEAD_DIM == 128
 #pragma unroll
   for (int i = 0; i < 2; i++) {  // element 2 l + i turns with element 64 + 2 l + i
-    float2 cs = cos_sin[2 * lane + i];
+    float2 cs = turn[2 * lane + i];
     float a = v[i], b = v[2 + i];
     v[i] = a * cs.x - b * cs.y;
     v[2 + i] = b * cs.x + a * cs.y;
@@ -58,35 +65,162 @@ __device__ __forceinline__ void load_head(float* v, const float* x, const float*
 #pragma unroll
   for (int i = 0; i < 2; i++) {  // element 2 l + i turns with the one 16 lanes on
     float other = __shfl_xor_sync(ALL_LANES, v[i], 16);
-    float2 cs = cos_sin[(2 * lane + i) % 32];
+    float2 cs = turn[(2 * lane + i) % 32];
     v[i] = lane < 16 ? v[i] * cs.x - other * cs.y : v[i] * cs.x + other * cs.y;
   }
 #endif
 }
 
+// A pair of floats as 16-bit numbers, bf16 where the other operand is bf16, and what is left of them.
 template <int FORMAT>
-__device__ __forceinline__ size_t row_of(const int* table, int token, int head) {
-  return (static_cast<size_t>(table[token / PAGE]) * KV_HEADS + head) * PAGE + token % PAGE;
+__device__ __forceinline__ uint2 head_and_rest(float a, float b) {
+  if constexpr (FORMAT == KV_BF16) {
+    __nv_bfloat162 head = __floats2bfloat162_rn(a, b);
+    float2 f = __bfloat1622float2(head);
+    return make_uint2(bits(head), bits(__floats2bfloat162_rn(a - f.x, b - f.y)));
+  } else {
+    __half2 head = __floats2half2_rn(a, b);
+    float2 f = __half22float2(head);
+    return make_uint2(bits(head), bits(__floats2half2_rn(a - f.x, b - f.y)));
+  }
+}
+template <int FORMAT>
+__device__ __forceinline__ void mma(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+  if constexpr (FORMAT == KV_BF16)
+    mma_bf16(c, a, b0, b1);
+  else
+    mma_f16(c, a, b0, b1);
 }
 
-template <int FORMAT, int N>  // elements [at, at + N) of a row
-__device__ __forceinline__ void load_part(const u8* codes, const __half* scales, size_t row, int at,
-                                          float (&out)[N]) {
-  constexpr int BYTES = N * KV<FORMAT>::BITS / 8;
-  u32 words[BYTES / 4];
-  const u8* p = codes + row * (D * KV<FORMAT>::BITS / 8) + at * KV<FORMAT>::BITS / 8;
-  if constexpr (BYTES % 16 == 0) {
-#pragma unroll
-    for (int i = 0; i < BYTES / 16; i++) {
-      uint4 q = __ldcg(reinterpret_cast<const uint4*>(p) + i);
-      words[4 * i] = q.x, words[4 * i + 1] = q.y, words[4 * i + 2] = q.z, words[4 * i + 3] = q.w;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < BYTES / 4; i++) words[i] = __ldcg(reinterpret_cast<const u32*>(p) + i);
+// What a thread holds of a tile of SPAN tokens between its loads and its use.
+struct Tile {
+  u32 k[GROUPS][K_WORDS];  // token 8 warp + lane / 4: of each group the 8 elements from 8 t on
+  uint2 k_scales[2];       // tokens 8 warp + 2 t and the next: fp16 a group
+  uint4 v[V_EACH];
+  uint2 v_scales;          // token threadIdx.x
+};
+
+struct Pages {
+  u8 *k_codes, *v_codes;
+  __half *k_scales, *v_scales;
+  const int* table;
+  int kv_head;
+  __device__ __forceinline__ size_t row(int token) const {
+    return (static_cast<size_t>(__ldg(table + token / PAGE)) * KV_HEADS + kv_head) * PAGE +
+           token % PAGE;
   }
-  float scale = KV<FORMAT>::SCALED ? __half2float(scales[row * (D / KV_GROUP) + at / KV_GROUP]) : 1.f;
-  decode<FORMAT, N>(words, scale, out);
+};
+
+__device__ __forceinline__ uint2 load_scales(const __half* scales, size_t row) {
+  if constexpr (GROUPS == 4) return __ldcg(reinterpret_cast<const uint2*>(scales) + row);
+  return make_uint2(__ldcg(reinterpret_cast<const u32*>(scales) + row), 0u);
+}
+
+// Loads a thread's part of the tokens [first, first + SPAN) that lie in [only, end).
+__device__ __forceinline__ void load_tile(Tile& tile, const Pages& pages, int first, int only,
+                                          int end) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
+  int token = first + warp * 8 + (lane >> 2);
+  if (token >= only && token < end) {
+    const u8* row = pages.k_codes + pages.row(token) * K_ROW + t * (K_WORDS * 4);
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+      const u8* p = row + g * (K_WORDS * 16);
+      if constexpr (K_WORDS == 4) {
+        uint4 q = __ldcg(reinterpret_cast<const uint4*>(p));
+        tile.k[g][0] = q.x, tile.k[g][1] = q.y, tile.k[g][2] = q.z, tile.k[g][3] = q.w;
+      } else {
+        tile.k[g][0] = __ldcg(reinterpret_cast<const u32*>(p));
+      }
+    }
+  }
+  if constexpr (KV<K_FORMAT>::SCALED)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      token = first + warp * 8 + 2 * t + i;
+      if (token >= only && token < end)
+        tile.k_scales[i] = load_scales(pages.k_scales, pages.row(token));
+    }
+#pragma unroll
+  for (int i = 0; i < V_EACH; i++) {
+    int at = threadIdx.x + i * THREADS;
+    token = first + at / V_PARTS;
+    if (at < SPAN * V_PARTS && token >= only && token < end)
+      tile.v[i] = __ldcg(reinterpret_cast<const uint4*>(pages.v_codes + pages.row(token) * V_ROW) +
+                         at % V_PARTS);
+  }
+  if constexpr (KV<V_FORMAT>::SCALED) {
+    token = first + threadIdx.x;
+    if (threadIdx.x < SPAN && token >= only && token < end)
+      tile.v_scales = load_scales(pages.v_scales, pages.row(token));
+  }
+}
+
+// Scores of 8 tokens for all heads: c[0], c[1] = head lane / 4 with tokens 2 t and 2 t + 1.
+__device__ __forceinline__ float2 scores(const Tile& tile, const uint4 (&q)[GROUPS][2]) {
+  float2 sum = make_float2(0.f, 0.f);
+  float c[4] = {};
+#pragma unroll
+  for (int g = 0; g < GROUPS; g++) {
+    if constexpr (K_FORMAT == KV_BF16) {
+      mma<K_FORMAT>(c, q[g][0], tile.k[g][0], tile.k[g][1]);
+      mma<K_FORMAT>(c, q[g][1], tile.k[g][2], tile.k[g][3]);
+    } else {
+      u32 pairs[4];
+      fp4_pairs(tile.k[g][0], pairs);
+      float d[4] = {};
+      mma<K_FORMAT>(d, q[g][0], pairs[0], pairs[1]);
+      mma<K_FORMAT>(d, q[g][1], pairs[2], pairs[3]);
+      float2 low = floats(g < 2 ? tile.k_scales[0].x : tile.k_scales[0].y);
+      float2 high = floats(g < 2 ? tile.k_scales[1].x : tile.k_scales[1].y);
+      sum.x += (g % 2 ? low.y : low.x) * (d[0] + d[2]);
+      sum.y += (g % 2 ? high.y : high.x) * (d[1] + d[3]);
+    }
+  }
+  if constexpr (K_FORMAT == KV_BF16) return make_float2(c[0] + c[2], c[1] + c[3]);
+  return make_float2(sum.x * 16384.f, sum.y * 16384.f);
+}
+
+// Adds a tile's values times `weights` [8 heads][SPAN] to mixed: c of the warp's tiles of 8 dims.
+__device__ __forceinline__ void mix(float (&mixed)[DIM_TILES][4], const float (*weights)[SPAN + 4],
+                                    const u8* values, const __half (*scales)[4]) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3, g = lane >> 2;
+#pragma unroll
+  for (int step = 0; step < SPAN / 16; step++) {
+    float p[4];
+    u32 raw[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int token = step * 16 + 2 * t + i % 2 + i / 2 * 8;
+      p[i] = weights[g][token];
+      if constexpr (KV<V_FORMAT>::SCALED) {
+        p[i] *= __half2float(scales[token][warp * DIM_TILES * 8 / 32]) * V_FACTOR;
+        int element = (warp * 8 + g) * DIM_TILES;  // its byte holds elements of both dim tiles
+        raw[i] = values[token * V_STRIDE + element / 2];
+        if (DIM_TILES == 1) raw[i] >>= element % 2 * 4;
+      } else {
+        const u8* at = values + token * V_STRIDE + (warp * 8 + g) * DIM_TILES * 2;
+        raw[i] = DIM_TILES == 2 ? *reinterpret_cast<const u32*>(at)
+                                : *reinterpret_cast<const unsigned short*>(at);
+      }
+    }
+    uint2 first = head_and_rest<V_FORMAT>(p[0], p[1]), second = head_and_rest<V_FORMAT>(p[2], p[3]);
+    uint4 a = make_uint4(first.x, first.y, second.x, second.y);
+#pragma unroll
+    for (int j = 0; j < DIM_TILES; j++) {
+      u32 b[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        if constexpr (KV<V_FORMAT>::SCALED) {
+          u32 both = (raw[2 * i] >> 4 * j & 15u) | (raw[2 * i + 1] >> 4 * j & 15u) << 16;
+          b[i] = (both << 12 & 0x80008000u) | (both << 9 & 0x0E000E00u);
+        } else {
+          b[i] = __byte_perm(raw[2 * i], raw[2 * i + 1], j ? 0x7632 : 0x5410);
+        }
+      }
+      mma<V_FORMAT>(mixed[j], a, b[0], b[1]);
+    }
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -95,129 +229,126 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
           __half* k_scales, u8* v_codes, __half* v_scales, const int* block_table,
           const int* seq_lens, float* partial, u32* arrived, int max_pages, float eps,
           float scale) {
-  __shared__ __align__(16) float q_shared[RATIO][QUARTERS][PAD];
-  __shared__ float weights[RATIO][TOKENS_A_TILE];
-  __shared__ float top[RATIO], total[RATIO], shrink[RATIO];
-  __shared__ __align__(16) float sums[THREADS / 32][RATIO][D];
+  __shared__ __align__(16) float q_shared[8][D];
+  __shared__ __align__(16) float weights[8][SPAN + 4];
+  __shared__ __align__(16) u8 values[SPAN * V_STRIDE];
+  __shared__ __align__(16) __half value_scales[SPAN][4];
+  __shared__ float top[8], total[8], shrink[8], factors[8][32];
   __shared__ bool last;
-  int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, t = lane & 3, g = lane >> 2;
   int kv = blockIdx.y, seq = blockIdx.z, splits = gridDim.x;
-  grid_wait();
-  launch_next();
-  int length = seq_lens[seq];
-  const int* table = block_table + static_cast<size_t>(seq) * max_pages;
-  int each = ((length + splits - 1) / splits + TOKENS_A_TILE - 1) / TOKENS_A_TILE * TOKENS_A_TILE;
+
+  // Lengths, tables and older tokens do not depend on the kernel before: fetch them early.
+  int length = __ldcg(seq_lens + seq);
+  int each = ((length + splits - 1) / splits + SPAN - 1) / SPAN * SPAN;
   int active = (length + each - 1) / each;
   int begin = blockIdx.x * each, end = min(begin + each, length);
-  if (static_cast<int>(blockIdx.x) >= active) return;
+  bool works = static_cast<int>(blockIdx.x) < active, newest = works && end == length;
+  Pages pages = {k_codes, v_codes, k_scales, v_scales,
+                 block_table + static_cast<size_t>(seq) * max_pages, kv};
+  Tile tile = {};
+  if (works) load_tile(tile, pages, begin, begin, end);
+  const float2* turn = cos_sin + static_cast<size_t>(length - 1) * (D / 2);
+  grid_wait();
+  launch_next();
+  if (!works) return;
 
   const float* mine = projected + static_cast<size_t>(seq) * (HEADS + 2 * KV_HEADS) * D;
-  const float2* turn = cos_sin + static_cast<size_t>(length - 1) * (D / 2);
-  for (int h = warp; h < RATIO + 2; h += THREADS / 32) {
-    float v[D / 32];
-    if (h < RATIO) {
-      load_head(v, mine + (kv * RATIO + h) * D, q_norm, turn, eps);
+  {
+    float v[D / 32] = {};
+    if (warp < RATIO) load_head(v, mine + (kv * RATIO + warp) * D, q_norm, turn, eps);
 #pragma unroll
-      for (int i = 0; i < D / 32; i++) {
-        int d = i / 2 * 64 + 2 * lane + i % 2;
-        q_shared[h][d / PART][d % PART] = v[i] * scale;
-      }
-    } else if (end == length) {  // this split owns the new token
-      size_t row = row_of<K_FORMAT>(table, length - 1, kv);
-      if (h == RATIO) {
-        load_head(v, mine + (HEADS + kv) * D, k_norm, turn, eps);
-        store_head<K_FORMAT, D>(k_codes + row * (D * KV<K_FORMAT>::BITS / 8),
-                                k_scales + row * (D / KV_GROUP), v);
-      } else {
-        load_head(v, mine + (HEADS + KV_HEADS + kv) * D, nullptr, nullptr, eps);
-        store_head<V_FORMAT, D>(v_codes + row * (D * KV<V_FORMAT>::BITS / 8),
-                                v_scales + row * (D / KV_GROUP), v);
-      }
+    for (int i = 0; i < D / 32; i++)
+      q_shared[warp][i / 2 * 64 + 2 * lane + i % 2] = v[i] * scale;
+  }
+  if (newest && warp < 2) {  // this split owns the new token
+    float v[D / 32];
+    size_t row = pages.row(length - 1);
+    if (warp == 0) {
+      load_head(v, mine + (HEADS + kv) * D, k_norm, turn, eps);
+      store_head<K_FORMAT, D>(k_codes + row * K_ROW, k_scales + row * GROUPS, v);
+    } else {
+      load_head(v, mine + (HEADS + KV_HEADS + kv) * D, nullptr, nullptr, eps);
+      store_head<V_FORMAT, D>(v_codes + row * V_ROW, v_scales + row * GROUPS, v);
+    }
+    __threadfence_block();
+  }
+  if (tid < 8) top[tid] = -INFINITE, total[tid] = 0.f;
+  __syncthreads();
+  if (newest && length - begin <= SPAN) load_tile(tile, pages, begin, length - 1, end);
+  uint4 q[GROUPS][2];
+#pragma unroll
+  for (int i = 0; i < GROUPS; i++) {
+    const float* x = &q_shared[g][i * 32 + t * 8];
+    float e[8];
+#pragma unroll
+    for (int k = 0; k < 8; k++) e[k] = x[k];
+#pragma unroll
+    for (int step = 0; step < 2; step++) {
+      // Elements in the order in which a word of codes gives them out.
+      constexpr bool PACKED = K_FORMAT != KV_BF16;
+      int a = PACKED ? 2 * step : 4 * step, b = PACKED ? a + 1 : a + 2, far = PACKED ? 4 : 1;
+      uint2 first = head_and_rest<K_FORMAT>(e[a], e[a + far]);
+      uint2 second = head_and_rest<K_FORMAT>(e[b], e[b + far]);
+      q[i][step] = make_uint4(first.x, first.y, second.x, second.y);
     }
   }
-  if (tid < RATIO) top[tid] = -INFINITE, total[tid] = 0.f;
-  __threadfence_block();
-  __syncthreads();
 
-  float mixed[RATIO][8] = {};
-  int chunk = tid % CHUNKS, group = tid / CHUNKS;
-  for (int first = begin; first < end; first += TOKENS_A_TILE) {
-    {  // scores: a thread takes a quarter of one token's key
-      int token = first + tid / QUARTERS, quarter = tid % QUARTERS;
-      float k[PART] = {};
-      if (token < end)
-        load_part<K_FORMAT, PART>(k_codes, k_scales, row_of<K_FORMAT>(table, token, kv),
-                                  quarter * PART, k);
+  float mixed[DIM_TILES][4] = {};
+#pragma unroll 1
+  for (int first = begin; first < end; first += SPAN) {
+    float2 s = scores(tile, q);
+    int token = warp * 8 + 2 * t;
+    weights[g][token] = first + token < end ? s.x : -INFINITE;
+    weights[g][token + 1] = first + token + 1 < end ? s.y : -INFINITE;
 #pragma unroll
-      for (int h = 0; h < RATIO; h++) {
-        float dot = 0.f;
-#pragma unroll
-        for (int i = 0; i < PART; i += 4) {
-          float4 q = *reinterpret_cast<const float4*>(&q_shared[h][quarter][i]);
-          dot += q.x * k[i] + q.y * k[i + 1] + q.z * k[i + 2] + q.w * k[i + 3];
-        }
-        dot += __shfl_xor_sync(ALL_LANES, dot, 1);
-        dot += __shfl_xor_sync(ALL_LANES, dot, 2);
-        if (quarter == h % QUARTERS) weights[h][tid / QUARTERS] = token < end ? dot : -INFINITE;
-      }
+    for (int i = 0; i < V_EACH; i++) {
+      int at = tid + i * THREADS;
+      bool there = first + at / V_PARTS < end;
+      if (at < SPAN * V_PARTS)
+        *reinterpret_cast<uint4*>(values + at / V_PARTS * V_STRIDE + at % V_PARTS * 16) =
+            there ? tile.v[i] : make_uint4(0, 0, 0, 0);
     }
+    if (KV<V_FORMAT>::SCALED && tid < SPAN)
+      *reinterpret_cast<uint2*>(value_scales[tid]) =
+          first + tid < end ? tile.v_scales : make_uint2(0, 0);
+    if (first + SPAN < end) load_tile(tile, pages, first + SPAN, first + SPAN, end);
     __syncthreads();
-    for (int h = warp; h < RATIO; h += THREADS / 32) {
-      float a = weights[h][lane], b = weights[h][lane + 32];
-      float before = top[h], now = fmaxf(before, warp_max(fmaxf(a, b)));
+    if (warp < RATIO) {
+      float a = weights[warp][lane], b = weights[warp][lane + 32];
+      float before = top[warp], now = fmaxf(before, warp_max(fmaxf(a, b)));
       a = __expf(a - now), b = __expf(b - now);
       float sum = warp_sum(a + b);
-      weights[h][lane] = a, weights[h][lane + 32] = b;
-      __syncwarp();
+      weights[warp][lane] = a, weights[warp][lane + 32] = b;
       if (lane == 0) {
-        shrink[h] = __expf(before - now);
-        total[h] = total[h] * shrink[h] + sum;
-        top[h] = now;
+        shrink[warp] = __expf(before - now);
+        total[warp] = total[warp] * shrink[warp] + sum;
+        top[warp] = now;
       }
+    } else {
+      weights[warp][lane] = 0.f, weights[warp][lane + 32] = 0.f;
+      if (lane == 0) shrink[warp] = 0.f;
     }
     __syncthreads();
 #pragma unroll
-    for (int h = 0; h < RATIO; h++)
+    for (int j = 0; j < DIM_TILES; j++)
 #pragma unroll
-      for (int i = 0; i < 8; i++) mixed[h][i] *= shrink[h];
-#pragma unroll
-    for (int n = 0; n < EACH; n++) {  // values: a thread takes 8 elements of every GROUPS-th token
-      int at = group + n * GROUPS;
-      if (first + at < end) {
-        float v[8];
-        load_part<V_FORMAT, 8>(v_codes, v_scales, row_of<V_FORMAT>(table, first + at, kv), chunk * 8,
-                               v);
-#pragma unroll
-        for (int h = 0; h < RATIO; h++)
-#pragma unroll
-          for (int i = 0; i < 8; i++) mixed[h][i] += weights[h][at] * v[i];
-      }
-    }
+      for (int i = 0; i < 4; i++) mixed[j][i] *= shrink[g];
+    mix(mixed, weights, values, value_scales);
     __syncthreads();
   }
 
-  // Groups of a warp by a butterfly, then warps through shared memory.
+  float* own = partial + (static_cast<size_t>(seq) * KV_HEADS + kv) * splits * RATIO * (D + 2);
+  float* result = out + (static_cast<size_t>(seq) * HEADS + kv * RATIO) * D;
 #pragma unroll
-  for (int h = 0; h < RATIO; h++)
+  for (int j = 0; j < DIM_TILES; j++)
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      float v = mixed[h][i];
-#pragma unroll
-      for (int o = 16; o >= CHUNKS; o >>= 1) v += __shfl_xor_sync(ALL_LANES, v, o);
-      if (lane < CHUNKS) sums[warp][h][chunk * 8 + i] = v;
+    for (int i = 0; i < 2; i++) {
+      int d = (warp * 8 + 2 * t + i) * DIM_TILES + j;
+      float v = (mixed[j][i] + mixed[j][i + 2]) * V_UNDO;
+      if (g < RATIO && active == 1) result[g * D + d] = v / total[g];
+      if (g < RATIO && active > 1) own[(blockIdx.x * RATIO + g) * (D + 2) + d] = v;
     }
-  __syncthreads();
-  float* own = partial + ((static_cast<size_t>(seq) * KV_HEADS + kv) * splits) * RATIO * (D + 2);
-  for (int i = tid; i < RATIO * D; i += THREADS) {
-    int h = i / D, d = i % D;
-    float v = 0.f;
-#pragma unroll
-    for (int w = 0; w < THREADS / 32; w++) v += sums[w][h][d];
-    if (active == 1)
-      out[(static_cast<size_t>(seq) * HEADS + kv * RATIO + h) * D + d] = v / total[h];
-    else
-      own[(blockIdx.x * RATIO + h) * (D + 2) + d] = v;
-  }
   if (active == 1) return;
   if (tid < RATIO) {
     own[(blockIdx.x * RATIO + tid) * (D + 2) + D] = top[tid];
@@ -233,14 +364,12 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   __syncthreads();
   if (!last) return;
   __threadfence();
-  // Factors of each split first, a warp a head, then the weighted sums.
-  float* factors = &sums[0][0][0];  // [RATIO][splits], at most 32 splits
-  for (int h = warp; h < RATIO; h += THREADS / 32) {
-    const float* part = own + (lane * RATIO + h) * (D + 2) + D;
+  if (warp < RATIO) {  // the share of each split in a head, then the weighted sums
+    const float* part = own + (lane * RATIO + warp) * (D + 2) + D;
     float highest = lane < active ? __ldcg(part) : -INFINITE;
     float weight = lane < active ? __ldcg(part + 1) : 0.f;
     float factor = __expf(highest - warp_max(highest));
-    factors[h * 32 + lane] = factor / warp_sum(factor * weight);
+    factors[warp][lane] = factor / warp_sum(factor * weight);
   }
   __syncthreads();
   for (int i = tid; i < RATIO * D; i += THREADS) {
@@ -248,8 +377,8 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     float sum = 0.f;
 #pragma unroll 8
     for (int s = 0; s < active; s++)
-      sum += factors[h * 32 + s] * __ldcg(own + (s * RATIO + h) * (D + 2) + d);
-    out[(static_cast<size_t>(seq) * HEADS + kv * RATIO + h) * D + d] = sum;
+      sum += factors[h][s] * __ldcg(own + (s * RATIO + h) * (D + 2) + d);
+    result[i] = sum;
   }
 }
 CPU_KERNEL(attention)

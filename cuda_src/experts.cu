@@ -5,9 +5,9 @@
 //
 //   hidden   float32 [tokens][TOP_K][WIDTH]         out of gate_up, in of down
 //   residual float32 [tokens][HIDDEN]               in of gate_up (x), in and out of down
-//   gate_up  u8 records [EXPERTS][2 WIDTH / 8][HIDDEN / 128]   in: "fragments", see gemv.cuh; gate
+//   gate_up  u8 records [EXPERTS][2 WIDTH / 16][HIDDEN / 128]   in: "fragments", see gemv.cuh; gate
 //            and up rows alternate
-//   down     u8 records [EXPERTS][HIDDEN / 8][WIDTH / 128]     in
+//   down     u8 records [EXPERTS][HIDDEN / 16][WIDTH / 128]     in
 //   router_logits float32 [tokens][EXPERTS]         in
 //   norm     float32 [HIDDEN]                       in
 // Grid: (any, tokens) blocks of 32 WARPS threads; block (b, token) takes row tiles b, b + gridDim.x, ...

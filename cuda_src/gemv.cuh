@@ -2,25 +2,26 @@
 //
 //   y[token][row] = sum_k W[row][k] x[token][k]
 //
-// Tensor cores do the products: weights are the B operand (8 rows at a time), activations the A
-// operand. Each float32 activation is split into a 16-bit head and a 16-bit rest, which are two rows
-// of A: with up to 4 tokens heads are rows 0-3 and rests rows 4-7, with more rows 0-7 and 8-15. So
-// precision is kept at no further cost.
+// Tensor cores do the products: weights are the A operand (16 rows at a time), activations the B
+// operand. Each float32 activation is split into a 16-bit head and a 16-bit rest, which are two
+// columns of B, 2 token and 2 token + 1: precision is kept, and up to 4 tokens share one product.
 //
+// Layout of W ("fragments"): records of 16 rows x 128 columns, [row tiles][K / 128][RECORD_BYTES]. In
+// a record, lane = 4 g + t holds of rows g and g + 8, and of every group of 32 columns, the 8 from
+// 8 t on.
+//   W_BF16: 8 x [32 lanes][16 bytes]: group 0 of row g, group 0 of row g + 8, group 1 of row g, ...,
+//           each 8 bf16 in column order
+//   W_FP4:  2 x [32 lanes][16 bytes]: a word for group 0 of row g, group 0 of row g + 8, group 1 of
+//           row g, group 1 of row g + 8; then the same for groups 2 and 3; then 128 bytes of fp16
+//           scales [g][group][rows g and g + 8]. In a word the even column of pair p (columns 2p,
+//           2p + 1) lies in the low half: sign and magnitude bits at 15, 11-9 (p = 0), 12, 8-6 (1),
+//           14, 5-3 (2), 13, 2-0 (3), so that p = 0 needs one operation to become fp16 and p = 1 two.
+//           E2M1 bits under fp16's sign are the value times 2^-14; FORMAT_SCALE undoes that.
 // With BULK, one thread keeps a ring of STAGES chunks in shared memory full. A chunk is a run of
 // records that follow one another in memory: a row tile, or for the experts' down projection one
 // expert's part of it.
-//
-// Layout of W ("fragments"): records of 8 rows x 128 columns, [row tiles][K / 128][RECORD_BYTES]. In
-// a record, lane = 4 g + t holds row g, and of every group of 32 columns the 8 from 8 t on.
-//   W_BF16: 4 x [32 lanes][16 bytes], one group each: 8 bf16 in column order
-//   W_FP4:  [32 lanes][16 bytes]: one word a group; then 64 bytes of fp16 scales [t][group][2 rows],
-//           of rows 2t and 2t + 1. In a word the even column of pair p (columns 2p, 2p + 1) lies in
-//           the low half: sign and magnitude bits at 15, 11-9 (p = 0), 12, 8-6 (1), 14, 5-3 (2),
-//           13, 2-0 (3), so that p = 0 needs one operation to become fp16 and p = 1 two. E2M1 bits
-//           under fp16's sign are the value times 2^-14; FORMAT_SCALE undoes that at the end.
-// Numerics: fp16 or bf16 products, float32 sums: tensor core within a record's group, then lanes,
-// then the warps of a block in order.
+// Numerics: fp16 or bf16 products; float32 sums over a group on the tensor core, then groups in
+// order, then the warps of a block in order.
 #pragma once
 #include "common.cuh"
 
@@ -29,99 +30,83 @@
 #ifndef W_FORMAT
 #error "define W_FORMAT as W_BF16 (0) or W_FP4 (1)"
 #endif
-
 #if !defined(BATCH) || !defined(STAGES)
 #error "define BATCH and STAGES"
 #endif
 #ifndef WARPS
-#define WARPS 8
+#define WARPS 16
 #endif
-constexpr int SLICE = 128, TILE = 8, BLOCK_THREADS = 32 * WARPS;
+constexpr int SLICE = 128, TILE = 16, BLOCK_THREADS = 32 * WARPS;
+constexpr int RECORD_BYTES = W_FORMAT == W_FP4 ? 1152 : 4096;
+constexpr float FORMAT_SCALE = W_FORMAT == W_FP4 ? 16384.f : 1.f;
 
-#if W_FORMAT == W_FP4
-constexpr int RECORD_BYTES = 576;
-constexpr float FORMAT_SCALE = 16384.f;
-struct Record {
-  uint4 codes, scales;
+// Sums of one record times one slice of activations for rows g and g + 8 (low, high) and the two
+// columns of token t (x head, y rest). b: [set of 4 tokens][group] two steps of the B operand.
+struct Sums {
+  float2 low, high;
 };
-template <class Load>
-__device__ __forceinline__ Record load_record(const u8* p, int lane, Load load) {
-  return {load(p + lane * 16), load(p + 512 + (lane & 3) * 16)};
-}
-#else
-constexpr int RECORD_BYTES = 2048;
-constexpr float FORMAT_SCALE = 1.f;
-struct Record {
-  uint4 codes[4];
-};
-template <class Load>
-__device__ __forceinline__ Record load_record(const u8* p, int lane, Load load) {
-  Record r;
-#pragma unroll
-  for (int g = 0; g < 4; g++) r.codes[g] = load(p + g * 512 + lane * 16);
-  return r;
-}
-#endif
-
-// The A operand of one slice of 128 columns for a lane = 4 g + t: [group][step], `rests` only where
-// there are more than 4 tokens (else rests are rows 4 to 7 of the heads).
-template <int MAX_TOKENS>
-struct Slice {
-  static constexpr bool WIDE = MAX_TOKENS > 4;
-  uint2 heads[4][2], rests[WIDE ? 4 : 1][2];
-  __device__ __forceinline__ uint4 operand(int g, int step) const {
-    uint2 head = heads[g][step];
-    if constexpr (WIDE) {
-      uint2 rest = rests[g][step];
-      return make_uint4(head.x, rest.x, head.y, rest.y);
-    } else {
-      return make_uint4(head.x, 0u, head.y, 0u);
-    }
-  }
-};
-
-// One record times one slice: rows 2t and 2t + 1 for the token of A's row lane / 4 (and that of row
-// lane / 4 + 8 added).
-template <class A>
-__device__ __forceinline__ float2 multiply(const Record& r, const A& a) {
-  float2 sum = make_float2(0.f, 0.f);
+template <int SETS, class Load>
+__device__ __forceinline__ void multiply(Sums (&sums)[SETS], const u8* record, Load load,
+                                         const uint4 (&b)[SETS][4], const float (&undo)[SETS]) {
+  int lane = threadIdx.x & 31;
+  float4 total[SETS] = {};
 #if W_FORMAT == W_FP4
   constexpr u32 BOTH = 0x8E008E00u, SIGN = 0x80008000u;
-  const u32 words[4] = {r.codes.x, r.codes.y, r.codes.z, r.codes.w};
-  const u32 scales[4] = {r.scales.x, r.scales.y, r.scales.z, r.scales.w};
+  uint4 scales = load(record + 1024 + (lane >> 2) * 16);
 #pragma unroll
-  for (int g = 0; g < 4; g++) {
-    u32 v = words[g];
-    float c[4] = {0.f, 0.f, 0.f, 0.f};
-    mma_f16(c, a.operand(g, 0), v & BOTH, (v << 3) & BOTH);
-    u32 third = ((v << 1) & SIGN) | ((v << 6) & ~SIGN);
-    u32 fourth = ((v << 2) & SIGN) | ((v << 9) & ~SIGN);
-    mma_f16(c, a.operand(g, 1), third & BOTH, fourth & BOTH);
-    float2 scale = floats(scales[g]);
-    sum.x += scale.x * (A::WIDE ? c[0] + c[2] : c[0]);
-    sum.y += scale.y * (A::WIDE ? c[1] + c[3] : c[1]);
+  for (int half = 0; half < 2; half++) {
+    uint4 codes = load(record + half * 512 + lane * 16);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      int g = half * 2 + i;
+      u32 v = i ? codes.z : codes.x, w = i ? codes.w : codes.y;
+      uint4 first = make_uint4(v & BOTH, w & BOTH, (v << 3) & BOTH, (w << 3) & BOTH);
+      uint4 second = make_uint4((((v << 1) & SIGN) | ((v << 6) & ~SIGN)) & BOTH,
+                                (((w << 1) & SIGN) | ((w << 6) & ~SIGN)) & BOTH,
+                                (((v << 2) & SIGN) | ((v << 9) & ~SIGN)) & BOTH,
+                                (((w << 2) & SIGN) | ((w << 9) & ~SIGN)) & BOTH);
+      float2 scale = floats(g == 0 ? scales.x : g == 1 ? scales.y : g == 2 ? scales.z : scales.w);
+#pragma unroll
+      for (int set = 0; set < SETS; set++) {
+        float c[4] = {0.f, 0.f, 0.f, 0.f};
+        mma_f16(c, first, b[set][g].x, b[set][g].y);
+        mma_f16(c, second, b[set][g].z, b[set][g].w);
+        total[set].x += scale.x * c[0], total[set].y += scale.x * c[1];
+        total[set].z += scale.y * c[2], total[set].w += scale.y * c[3];
+      }
+    }
   }
 #else
-  float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f};
+  float c[SETS][4] = {};
 #pragma unroll
   for (int g = 0; g < 4; g++) {
-    mma_bf16(even, a.operand(g, 0), r.codes[g].x, r.codes[g].y);
-    mma_bf16(odd, a.operand(g, 1), r.codes[g].z, r.codes[g].w);
+    uint4 v = load(record + (2 * g) * 512 + lane * 16);
+    uint4 w = load(record + (2 * g + 1) * 512 + lane * 16);
+#pragma unroll
+    for (int set = 0; set < SETS; set++) {
+      mma_bf16(c[set], make_uint4(v.x, w.x, v.y, w.y), b[set][g].x, b[set][g].y);
+      mma_bf16(c[set], make_uint4(v.z, w.z, v.w, w.w), b[set][g].z, b[set][g].w);
+    }
   }
-  sum = make_float2(even[0] + odd[0], even[1] + odd[1]);
-  if (A::WIDE) sum.x += even[2] + odd[2], sum.y += even[3] + odd[3];
+#pragma unroll
+  for (int set = 0; set < SETS; set++)
+    total[set] = make_float4(c[set][0], c[set][1], c[set][2], c[set][3]);
 #endif
-  return sum;
+#pragma unroll
+  for (int set = 0; set < SETS; set++) {
+    sums[set].low.x += undo[set] * total[set].x, sums[set].low.y += undo[set] * total[set].y;
+    sums[set].high.x += undo[set] * total[set].z, sums[set].high.y += undo[set] * total[set].w;
+  }
 }
 
-// Where 16 bytes (two steps of a group) of a staged slice lie: part 0 heads, 1 rests. The exclusive
-// or keeps lanes that read together on different banks.
+// Where 16 bytes (two steps of a group) of a staged slice lie; column: 2 token + (0 head, 1 rest).
+// The exclusive or keeps lanes that read together on different banks.
 template <int MAX_TOKENS>
-__device__ __forceinline__ int staged_at(int slice, int part, int token, int t, int group) {
-  return (((slice * 2 + part) * MAX_TOKENS + token) * 4 + t) * 4 + (group ^ (t >> 1) ^ (part << 1));
+__device__ __forceinline__ int staged_at(int slice, int column, int t, int group) {
+  return ((slice * 2 * MAX_TOKENS + column) * 4 + t) * 4 + (group ^ (t >> 1) ^ (column % 2 * 2));
 }
 
-// Stages one slice of one token in A-operand order. Lane l brings columns 4 l to 4 l + 3, which are
+// Stages one slice of one token in B-operand order. Lane l brings columns 4 l to 4 l + 3, which are
 // one step of one group. Returns what undoes the power of two that was multiplied in.
 template <int MAX_TOKENS>
 __device__ __forceinline__ float stage_slice(uint4* staged, int slice, int token, float4 q) {
@@ -146,31 +131,12 @@ __device__ __forceinline__ float stage_slice(uint4* staged, int slice, int token
 #endif
   int t = lane / 2 % 4, group = lane / 8, step = lane % 2;
   uint2* heads = reinterpret_cast<uint2*>(
-      staged + staged_at<MAX_TOKENS>(slice, 0, token, t, group));
+      staged + staged_at<MAX_TOKENS>(slice, 2 * token, t, group));
   uint2* rests = reinterpret_cast<uint2*>(
-      staged + staged_at<MAX_TOKENS>(slice, 1, token, t, group));
+      staged + staged_at<MAX_TOKENS>(slice, 2 * token + 1, t, group));
   heads[step] = make_uint2(bits(first), bits(second));
   rests[step] = make_uint2(bits(rest), bits(rest2));
   return unscale;
-}
-
-// Reads a staged slice; zeros where there is no token.
-template <int MAX_TOKENS>
-__device__ __forceinline__ void load_slice(Slice<MAX_TOKENS>& a, const uint4* staged, int slice,
-                                           int tokens) {
-  int lane = threadIdx.x & 31, t = lane & 3, row = lane >> 2;
-  int token = Slice<MAX_TOKENS>::WIDE ? row : row & 3, part = Slice<MAX_TOKENS>::WIDE ? 0 : row >> 2;
-#pragma unroll
-  for (int g = 0; g < 4; g++) {
-    uint4 q = make_uint4(0, 0, 0, 0), r = q;
-    if (token < tokens) {
-      q = staged[staged_at<MAX_TOKENS>(slice, part, token, t, g)];
-      if (Slice<MAX_TOKENS>::WIDE) r = staged[staged_at<MAX_TOKENS>(slice, 1, token, t, g)];
-    }
-    a.heads[g][0] = make_uint2(q.x, q.y), a.heads[g][1] = make_uint2(q.z, q.w);
-    if constexpr (Slice<MAX_TOKENS>::WIDE)
-      a.rests[g][0] = make_uint2(r.x, r.y), a.rests[g][1] = make_uint2(r.z, r.w);
-  }
 }
 
 // Streams a block's row tiles through its warps, which share the slices of K between them.
@@ -186,8 +152,8 @@ template <int SLICES, int CHUNKS, int MAX_TOKENS, bool EARLY, class ChunkAt, cla
 __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, const float* x,
                                              int tokens, const float* weight, ChunkAt chunk,
                                              Done done) {
-  constexpr int PER_WARP = (SLICES + WARPS - 1) / WARPS, ALL = SLICES * CHUNKS;
-  constexpr bool HOLD = CHUNKS == 1 && PER_WARP <= 2;  // activations fit the registers
+  constexpr int ALL = SLICES * CHUNKS, SETS = (MAX_TOKENS + 3) / 4;
+  constexpr int EACH = (ALL + WARPS - 1) / WARPS;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #if BULK
   constexpr int CHUNK_BYTES = SLICES * RECORD_BYTES;
@@ -195,20 +161,21 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
   u64* full = reinterpret_cast<u64*>(ring + STAGES * CHUNK_BYTES);
   u64* empty = full + STAGES;
   shared = reinterpret_cast<unsigned char*>(empty + STAGES);
+  int fetched = min(STAGES, tiles * CHUNKS);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) barrier_init(full + i, 1), barrier_init(empty + i, WARPS);
+#pragma unroll 1
+    for (int i = 0; i < STAGES; i++) barrier_init(full + i, 1), barrier_init(empty + i, SLICES);
     barrier_init_done();
-    for (int c = 0; c < min(STAGES, tiles * CHUNKS); c++)
+#pragma unroll 1
+    for (int c = 0; c < fetched; c++)
       bulk_copy(ring + c * CHUNK_BYTES, chunk(c / CHUNKS, c % CHUNKS), CHUNK_BYTES, full + c);
   }
-  __syncthreads();
 #endif
   uint4* staged = reinterpret_cast<uint4*>(shared);
-  float* partial = reinterpret_cast<float*>(staged + ALL * 2 * MAX_TOKENS * 16);
-  float* squares = partial + BATCH * WARPS * MAX_TOKENS * TILE;  // partial: [BATCH][WARPS][MAX_TOKENS][8]
-  float* unscale = squares + WARPS * MAX_TOKENS;
-  constexpr int STAGED_A_WARP = (ALL + WARPS - 1) / WARPS;
-  constexpr int FACTORS = CHUNKS == 1 ? PER_WARP : 1;
+  float* unscale = reinterpret_cast<float*>(staged + ALL * 2 * MAX_TOKENS * 16);
+  float* squares = unscale + ALL * MAX_TOKENS;
+  float* partial = squares + WARPS * MAX_TOKENS;  // [BATCH][WARPS][MAX_TOKENS][TILE]
+  constexpr int FACTORS = CHUNKS == 1 ? EACH : 1;
   float4 factor[FACTORS];
 #pragma unroll
   for (int s = 0; s < FACTORS; s++)
@@ -218,16 +185,17 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
     grid_wait();
     launch_next();
   }
-  for (int g = 0; g < tokens; g++) {
+#pragma unroll 1
+  for (int token = 0; token < tokens; token++) {
     float square = 0.f;
-    float4 q[STAGED_A_WARP];
+    float4 q[EACH];
 #pragma unroll
-    for (int s = 0; s < STAGED_A_WARP; s++)
+    for (int s = 0; s < EACH; s++)
       if (warp + s * WARPS < ALL)
         q[s] = __ldcg(reinterpret_cast<const float4*>(
-                          x + (static_cast<size_t>(g) * ALL + warp + s * WARPS) * SLICE) + lane);
+                          x + (static_cast<size_t>(token) * ALL + warp + s * WARPS) * SLICE) + lane);
 #pragma unroll
-    for (int s = 0; s < STAGED_A_WARP; s++) {
+    for (int s = 0; s < EACH; s++) {
       int slice = warp + s * WARPS;
       if (slice < ALL) {
         square += q[s].x * q[s].x + q[s].y * q[s].y + q[s].z * q[s].z + q[s].w * q[s].w;
@@ -235,96 +203,75 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
           float4 f = factor[CHUNKS == 1 ? s : 0];
           q[s].x *= f.x, q[s].y *= f.y, q[s].z *= f.z, q[s].w *= f.w;
         }
-        float undo = stage_slice<MAX_TOKENS>(staged, slice, g, q[s]);
-        if (lane == 0) unscale[slice * MAX_TOKENS + g] = undo;
+        float undo = stage_slice<MAX_TOKENS>(staged, slice, token, q[s]);
+        if (lane == 0) unscale[slice * MAX_TOKENS + token] = undo;
       }
     }
     square = warp_sum(square);
-    if (lane == 0) squares[warp * MAX_TOKENS + g] = square;
+    if (lane == 0) squares[warp * MAX_TOKENS + token] = square;
   }
-  if (HOLD)
-    __syncwarp();  // a warp reads what it staged itself
-  else
-    __syncthreads();
-  int token = Slice<MAX_TOKENS>::WIDE ? lane >> 2 : lane >> 2 & 3;
-  Slice<MAX_TOKENS> held[HOLD ? PER_WARP : 1];
-  float undo[HOLD ? PER_WARP : 1];
-  if constexpr (HOLD)
-#pragma unroll
-    for (int s = 0; s < PER_WARP; s++) {
-      int slice = warp + s * WARPS;
-      if (slice < SLICES) {
-        load_slice<MAX_TOKENS>(held[s], staged, slice, tokens);
-        undo[s] = token < tokens ? unscale[slice * MAX_TOKENS + token] : 0.f;
-      }
-    }
-#if BULK
-  int stage = 0, before = STAGES - 1;  // this chunk's place in the ring, and the last one's
-  u32 phase = 0, before_phase = 1;
-#endif
+  __syncthreads();  // the barriers of the ring are there; a warp reads only what it staged itself
+  int column = lane >> 2, t = lane & 3;  // of B; results are those of token t
+  uint4 b[SETS][4] = {};
+#pragma unroll 1
   for (int j = 0; j < tiles; j++) {
-    float2 sum = make_float2(0.f, 0.f);
-    for (int k = 0; k < CHUNKS; k++) {
-#if BULK
-      barrier_wait(full + stage, phase);
-      const u8* records = ring + stage * CHUNK_BYTES;
-      auto load = [](const u8* p) { return *reinterpret_cast<const uint4*>(p); };
-#else
-      const u8* records = chunk(j, k);
-      auto load = [](const u8* p) { return load_stream(p); };
-#endif
+    Sums sums[SETS] = {};
+#pragma unroll 1
+    for (int u = warp; u < ALL; u += WARPS) {
+      float undo[SETS];
 #pragma unroll
-      for (int s = 0; s < PER_WARP; s++) {
-        int slice = warp + s * WARPS;
-        if (slice < SLICES) {
-          Record record = load_record(records + slice * RECORD_BYTES, lane, load);
-          if constexpr (HOLD) {
-            float2 part = multiply(record, held[s]);
-            sum.x += undo[s] * part.x, sum.y += undo[s] * part.y;
-          } else {
-            Slice<MAX_TOKENS> a;
-            int at = k * SLICES + slice;
-            load_slice<MAX_TOKENS>(a, staged, at, tokens);
-            float back = token < tokens ? unscale[at * MAX_TOKENS + token] : 0.f;
-            float2 part = multiply(record, a);
-            sum.x += back * part.x, sum.y += back * part.y;
-          }
-        }
+      for (int set = 0; set < SETS; set++) {
+        if (set * 8 + column < 2 * tokens)
+#pragma unroll
+          for (int g = 0; g < 4; g++)
+            b[set][g] = staged[staged_at<MAX_TOKENS>(u, set * 8 + column, t, g)];
+        undo[set] = set * 4 + t < tokens ? unscale[u * MAX_TOKENS + set * 4 + t] : 0.f;
       }
 #if BULK
+      int c = j * CHUNKS + u / SLICES, stage = c % STAGES;
+      barrier_wait(full + stage, c / STAGES & 1);
+      multiply<SETS>(
+          sums, ring + stage * CHUNK_BYTES + u % SLICES * RECORD_BYTES,
+          [](const u8* p) { return *reinterpret_cast<const uint4*>(p); }, b, undo);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + stage);
-      int next = j * CHUNKS + k - 1 + STAGES;  // goes where the last chunk was
-      if (threadIdx.x == 0 && next >= STAGES && next < tiles * CHUNKS) {
-        barrier_wait(empty + before, before_phase);
-        bulk_copy(ring + before * CHUNK_BYTES, chunk(next / CHUNKS, next % CHUNKS), CHUNK_BYTES,
-                  full + before);
-      }
-      before = stage, before_phase = phase;
-      if (++stage == STAGES) stage = 0, phase ^= 1;
+      if (threadIdx.x == 0)
+        for (; fetched < min(c + STAGES, tiles * CHUNKS); fetched++) {  // where chunks before c were
+          int place = fetched % STAGES;
+          barrier_wait(empty + place, (fetched / STAGES - 1) & 1);
+          bulk_copy(ring + place * CHUNK_BYTES, chunk(fetched / CHUNKS, fetched % CHUNKS),
+                    CHUNK_BYTES, full + place);
+        }
+#else
+      multiply<SETS>(
+          sums, chunk(j, u / SLICES) + u % SLICES * RECORD_BYTES,
+          [](const u8* p) { return load_stream(p); }, b, undo);
 #endif
     }
-    if (!Slice<MAX_TOKENS>::WIDE) {  // heads are in lanes 0 to 15, rests 16 lanes on
-      sum.x += __shfl_xor_sync(ALL_LANES, sum.x, 16);
-      sum.y += __shfl_xor_sync(ALL_LANES, sum.y, 16);
-    }
     int batch = j % BATCH;
-    if (token < MAX_TOKENS && (Slice<MAX_TOKENS>::WIDE || lane < 16))
-      *reinterpret_cast<float2*>(
-          &partial[((batch * WARPS + warp) * MAX_TOKENS + token) * TILE + (lane & 3) * 2]) = sum;
+#pragma unroll
+    for (int set = 0; set < SETS; set++) {
+      int token = set * 4 + t;
+      if (token < MAX_TOKENS) {
+        float* at = partial + ((batch * WARPS + warp) * MAX_TOKENS + token) * TILE + column;
+        at[0] = sums[set].low.x + sums[set].low.y;
+        at[8] = sums[set].high.x + sums[set].high.y;
+      }
+    }
     if (batch == BATCH - 1 || j == tiles - 1) {
       __syncthreads();
       int first = j - batch;
+#pragma unroll 1
       for (int i = threadIdx.x; i < (batch + 1) * MAX_TOKENS * TILE; i += WARPS * 32) {
-        int b = i / (MAX_TOKENS * TILE), at = i % (MAX_TOKENS * TILE), g = at / TILE;
-        if (g < tokens) {
+        int which = i / (MAX_TOKENS * TILE), at = i % (MAX_TOKENS * TILE), token = at / TILE;
+        if (token < tokens) {
           float total = 0.f, square = 0.f;
 #pragma unroll
           for (int w = 0; w < WARPS; w++) {
-            total += partial[(b * WARPS + w) * MAX_TOKENS * TILE + at];
-            square += squares[w * MAX_TOKENS + g];
+            total += partial[(which * WARPS + w) * MAX_TOKENS * TILE + at];
+            square += squares[w * MAX_TOKENS + token];
           }
-          done(first + b, at % TILE, g, total, square);
+          done(first + which, at % TILE, token, total, square);
         }
       }
       if (j < tiles - 1) __syncthreads();  // `partial` is written again

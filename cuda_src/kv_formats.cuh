@@ -15,33 +15,12 @@ struct KV {
   static constexpr bool SCALED = FORMAT == KV_FP4;
 };
 
-// N (8 or 32) consecutive elements from 16-byte (or 4-byte) loads, already in registers.
-template <int FORMAT, int N>
-__device__ __forceinline__ void decode(const u32* words, float scale, float (&out)[N]) {
-  if constexpr (FORMAT == KV_BF16) {
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-      out[2 * i] = __uint_as_float(words[i] << 16);
-      out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-    }
-  } else {
-    // Nibbles i and i + 4 become a pair of fp16, times 2^-14 (see gemv.cuh).
-    scale *= 16384.f;
-#pragma unroll
-    for (int i = 0; i < N / 8; i++) {
-      u32 v = words[i];
-      const u32 pairs[4] = {((v << 12) & 0x80008000u) | ((v << 9) & 0x0E000E00u),
-                            ((v << 8) & 0x80008000u) | ((v << 5) & 0x0E000E00u),
-                            ((v << 4) & 0x80008000u) | ((v << 1) & 0x0E000E00u),
-                            (v & 0x80008000u) | ((v >> 3) & 0x0E000E00u)};
-#pragma unroll
-      for (int p = 0; p < 4; p++) {
-        float2 f = floats(pairs[p]);
-        out[8 * i + p] = f.x * scale;
-        out[8 * i + p + 4] = f.y * scale;
-      }
-    }
-  }
+// A word of 8 nibbles as pairs of fp16, nibbles i and i + 4, each times 2^-14 (see gemv.cuh).
+__device__ __forceinline__ void fp4_pairs(u32 v, u32 (&pairs)[4]) {
+  pairs[0] = ((v << 12) & 0x80008000u) | ((v << 9) & 0x0E000E00u);
+  pairs[1] = ((v << 8) & 0x80008000u) | ((v << 5) & 0x0E000E00u);
+  pairs[2] = ((v << 4) & 0x80008000u) | ((v << 1) & 0x0E000E00u);
+  pairs[3] = (v & 0x80008000u) | ((v >> 3) & 0x0E000E00u);
 }
 
 // E2M1 code of a float, round to nearest even, saturating at 6.

@@ -367,11 +367,10 @@ class EngineConfig:
     memory_fraction: float = 0.5
 
     def __post_init__(self) -> None:
-        for name, least in (("max_num_seqs", 1), ("page_size", 1), ("prefill_chunk", 1)):
+        for name in ("max_seq_len", "max_num_seqs", "page_size", "prefill_chunk"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} = {value!r}: expected a whole number >= {least}")
-        if self.max_seq_len is not None and self.max_seq_len < 1:
-            raise ValueError(f"max_seq_len = {self.max_seq_len!r}: expected a whole number >= 1")
-        if not 0 < self.memory_fraction <= 1:
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if (value is not None or name != "max_seq_len") and (not whole or value < 1):
+                raise ValueError(f"{name} = {value!r}: expected a whole number >= 1")
+        if not isinstance(self.memory_fraction, int | float) or not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction = {self.memory_fraction!r}: legal range is (0, 1]")

@@ -22,7 +22,13 @@ from npmoe.engine.output import Completion
 from npmoe.engine.request import Request
 from npmoe.engine.runner import Runner
 from npmoe.engine.scheduler import Scheduler
-from npmoe.errors import DeviceError, OutOfMemory, PromptError, TokenizerError
+from npmoe.errors import (
+    DeviceError,
+    OutOfMemory,
+    PromptError,
+    TokenizerError,
+    UnsupportedModel,
+)
 from npmoe.kv.pages import PageAllocator
 from npmoe.kv.storage import KVCache, check_kv_format, kv_bytes_per_token
 from npmoe.models.layers import CausalLM
@@ -112,10 +118,21 @@ class LLM:
             )
         generation = source / "generation_config.json"
         self.generation_config = read_json(generation) if generation.is_file() else {}
-        SamplingParams().resolve(self.generation_config)  # illegal values are found now
+        try:
+            SamplingParams().resolve(self.generation_config)
+        except (ValueError, TypeError) as error:
+            raise UnsupportedModel(f"{generation}: {error}") from None
+        self._check_length(options.max_seq_len)
         model = load_model(opened, policy, self.device, self._quiet)
         self._warm_up(model, options)
         self._engine: Engine | None = self._make_engine(model, options)
+
+    def _check_length(self, max_seq_len: int | None) -> None:
+        if max_seq_len is not None and max_seq_len > self.config.max_position_embeddings:
+            raise ValueError(
+                f"max_seq_len = {max_seq_len}: the model's max_position_embeddings is "
+                f"{self.config.max_position_embeddings}"
+            )
 
     def _warm_up(self, model: CausalLM, options: EngineConfig) -> None:
         """Runs few and many tokens once, so that compilation does not fall into a request."""
@@ -151,11 +168,6 @@ class LLM:
                 f"holds {fitting * size} tokens. Lower max_seq_len, choose a smaller kv_cache "
                 "format, or raise memory_fraction."
             )
-        if wanted > self.config.max_position_embeddings:
-            raise ValueError(
-                f"max_seq_len = {wanted}: the model's max_position_embeddings is "
-                f"{self.config.max_position_embeddings}"
-            )
         self.max_seq_len = min(wanted, fitting * size)
         pages_each = math.ceil(self.max_seq_len / size)
         num_pages = min(options.max_num_seqs * pages_each, fitting)
@@ -177,7 +189,8 @@ class LLM:
             *token_ids(self.generation_config.get("eos_token_id")),
         }
         runner = Runner(model, cache, size)
-        return Engine(runner, scheduler, self.tokenizer, frozenset(end_ids), self.max_seq_len)
+        possible = frozenset(i for i in end_ids if 0 <= i < self.config.vocab_size)
+        return Engine(runner, scheduler, self.tokenizer, possible, self.max_seq_len)
 
     @property
     def engine(self) -> Engine:
@@ -198,14 +211,16 @@ class LLM:
         items: list[Any] = [prompts] if single else list(prompts)
         resolved = self._resolve(params)
         encoded = [self._encode(p, resolved) for p in items]  # all are checked before one runs
-        requests = [self.engine.add(ids, resolved) for ids in encoded]
+        engine, requests = self.engine, []
         try:
+            for ids in encoded:
+                requests.append(engine.add(ids, resolved))
             while not all(r.done for r in requests):
-                self.engine.step()
-            completions = [self.engine.completion(r) for r in requests]
+                engine.step()
+            completions = [engine.completion(r) for r in requests]
         finally:
             for r in requests:
-                self.engine.abort(r)
+                engine.abort(r)
         return completions[0] if single else completions
 
     def stream(
@@ -213,10 +228,13 @@ class LLM:
     ) -> Generator[str, None, Completion]:
         """Yields the completion's text piece by piece; the generator returns the Completion.
 
-        Leaving the loop early frees the request's pages. Needs a tokenizer and n = 1.
+        Leaving the loop early frees the request's pages. Needs n = 1. Without a tokenizer there are
+        no pieces, only the Completion.
         """
         resolved = self._resolve(params)
-        return self._stream(self._encode(prompt, resolved), resolved)
+        if resolved.n != 1:
+            raise ValueError(f"n = {resolved.n}: a stream has one completion")
+        return self._stream(self.engine, self._encode(prompt, resolved), resolved)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """The reply to a conversation, [{"role": "user", "content": "..."}, ...], in the
@@ -231,10 +249,12 @@ class LLM:
 
     def forward(self, token_ids: Sequence[int]) -> Array:
         """Logits of every position: token ids `[T]` -> float32 `[T, vocab]`."""
-        return self.engine.forward(self._check_ids(list(token_ids), self.max_seq_len))
+        return self.engine.forward(self._check_ids(token_ids, self.max_seq_len))
 
     def close(self) -> None:
         """Frees weights and cache; afterwards every method raises RuntimeError."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
 
     def __enter__(self) -> "LLM":
@@ -248,16 +268,16 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _stream(self, ids: list[int], params: SamplingParams) -> Generator[str, None, Completion]:
-        if params.n != 1:
-            raise ValueError(f"n = {params.n}: a stream has one completion")
-        engine = self.engine
+    def _stream(
+        self, engine: Engine, ids: list[int], params: SamplingParams
+    ) -> Generator[str, None, Completion]:
         request: Request = engine.add(ids, params)
         try:
-            text = request.sequences[0].text
-            while not request.done:
+            done = False
+            while not done:
                 engine.step()
-                piece = text.take()
+                done = request.done  # another thread's step may have ended it
+                piece = request.sequences[0].text.take()
                 if piece:
                     yield piece
             return engine.completion(request)
@@ -265,6 +285,8 @@ class LLM:
             engine.abort(request)
 
     def _resolve(self, params: SamplingParams | None) -> SamplingParams:
+        if not isinstance(params, SamplingParams | None):
+            raise ValueError(f"params = {params!r}: expected SamplingParams")
         resolved = (params or SamplingParams()).resolve(self.generation_config)
         if resolved.stop and self.tokenizer is None:
             raise ValueError("stop: this checkpoint has no tokenizer; use stop_token_ids")
@@ -278,7 +300,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         if not isinstance(prompt, str):
-            return self._check_ids(list(prompt), self.max_seq_len - 1)
+            return self._check_ids(prompt, self.max_seq_len - 1)
         if self.tokenizer is None:
             raise PromptError("this checkpoint has no tokenizer.json: pass token ids, not text")
         return self._check_ids(self.tokenizer.encode(prompt), self.max_seq_len - 1)
@@ -288,7 +310,10 @@ class LLM:
             raise PromptError("this checkpoint has no tokenizer.json: chat needs one")
         return self.tokenizer.apply_chat_template(messages)
 
-    def _check_ids(self, ids: list[int], longest: int) -> list[int]:
+    def _check_ids(self, prompt: Sequence[int], longest: int) -> list[int]:
+        if not isinstance(prompt, Sequence | np.ndarray):
+            raise PromptError(f"prompt {prompt!r}: expected text or a list of token ids")
+        ids = list(prompt)
         if not ids:
             raise PromptError("the prompt is empty: pass at least one token")
         if len(ids) > longest:
@@ -307,6 +332,8 @@ class LLM:
 
 def _is_ids(prompt: Any) -> bool:
     """Whether this is one prompt in token ids rather than a list of prompts."""
+    if not isinstance(prompt, Sequence | np.ndarray):
+        raise PromptError(f"prompt {prompt!r}: expected text, token ids, or a list of prompts")
     return len(prompt) > 0 and isinstance(prompt[0], int | np.integer)
 
 

@@ -1,8 +1,9 @@
 """`SamplingParams`: how tokens are chosen and when a completion ends."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any
 
 DEFAULT_MAX_TOKENS = 256
@@ -23,7 +24,7 @@ class SamplingParams:
     completion (Keskar et al., 2019). presence_penalty and frequency_penalty are subtracted once
     and per occurrence, for tokens of the completion.
     seed: the same seed gives the same tokens at any batch size; None draws one.
-    max_tokens: None takes generation_config's max_new_tokens, else 256.
+    max_tokens: None takes generation_config's max_new_tokens, else 256; at least min_tokens.
     min_tokens: no end token, stop token or stop string counts before that many.
     stop: strings that end the completion and are left out of its text.
     stop_token_ids: tokens that end it, besides the checkpoint's own end tokens.
@@ -56,31 +57,48 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _whole("n", self.n, 1, 1024)
-        _real("temperature", self.temperature, 0, math.inf)
-        _whole("top_k", self.top_k, 0, None)
-        _real("top_p", self.top_p, 0, 1, open_low=True)
-        _real("min_p", self.min_p, 0, 1)
-        _real("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True)
-        _real("presence_penalty", self.presence_penalty, -2, 2)
-        _real("frequency_penalty", self.frequency_penalty, -2, 2)
-        _whole("seed", self.seed, 0, 2**64 - 1)
-        _whole("max_tokens", self.max_tokens, 1, None)
-        _whole("min_tokens", self.min_tokens, 0, None)
-        _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        self._check("n", _whole, 1, 1024, optional=False)
+        self._check("temperature", _real, 0, math.inf)
+        self._check("top_k", _whole, 0, None)
+        self._check("top_p", _real, 0, 1, open_low=True)
+        self._check("min_p", _real, 0, 1)
+        self._check("repetition_penalty", _real, 0, math.inf, open_low=True)
+        self._check("presence_penalty", _real, -2, 2, optional=False)
+        self._check("frequency_penalty", _real, -2, 2, optional=False)
+        self._check("seed", _whole, 0, 2**64 - 1)
+        self._check("max_tokens", _whole, 1, None)
+        self._check("min_tokens", _whole, 0, self.max_tokens)
+        self._check("logprobs", _whole, 0, MAX_LOGPROBS)
+        self._check("prompt_logprobs", _whole, 0, MAX_LOGPROBS)
+        self._check("ignore_eos", _yes_or_no, optional=False)
+        self._check("skip_special_tokens", _yes_or_no, optional=False)
+        stop = (
+            (self.stop,)
+            if isinstance(self.stop, str)
+            else _items("stop", self.stop, "non-empty strings")
+        )
         if any(not isinstance(s, str) or not s for s in stop):
             raise ValueError(f"stop = {self.stop!r}: expected non-empty strings")
-        for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, None)
-        for token, bias in self.logit_bias.items():
-            _whole("logit_bias (token id)", token, 0, None)
-            _real("logit_bias", bias, -100, 100)
-        if self.min_tokens is not None and self.max_tokens is not None:
-            _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        ids = _items("stop_token_ids", self.stop_token_ids, "token ids")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias = {self.logit_bias!r}: expected a dict, token id -> bias")
+        biases = {
+            _whole("logit_bias (token id)", token, 0, None): _real("logit_bias", bias, -100, 100)
+            for token, bias in self.logit_bias.items()
+        }
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(
+            self, "stop_token_ids", tuple(_whole("stop_token_ids", i, 0, None) for i in ids)
+        )
+        object.__setattr__(self, "logit_bias", biases)
+
+    def _check(
+        self, name: str, check: Callable, *legal: Any, optional: bool = True, **options: Any
+    ) -> None:
+        """Replaces a field by its checked value; NumPy scalars become Python numbers."""
+        value = getattr(self, name)
+        if value is not None or not optional:
+            object.__setattr__(self, name, check(name, value, *legal, **options))
 
     def resolve(self, generation_config: Mapping[str, Any]) -> "SamplingParams":
         """Fills the fields left at None from a generation_config, then with neutral values."""
@@ -97,9 +115,11 @@ class SamplingParams:
         if self.temperature is None and samples is False:
             temperature = 0.0
         max_tokens = pick("max_tokens", "max_new_tokens", DEFAULT_MAX_TOKENS)
+        if self.max_tokens is None:
+            max_tokens = max(max_tokens, self.min_tokens or 0)
         return replace(
             self,
-            temperature=float(temperature),
+            temperature=temperature,
             top_k=pick("top_k", "top_k", 0),
             top_p=pick("top_p", "top_p", 1.0),
             min_p=pick("min_p", "min_p", 0.0),
@@ -109,21 +129,31 @@ class SamplingParams:
         )
 
 
-def _whole(name: str, value: Any, least: int, most: int | None) -> None:
-    if value is None:
-        return
-    whole = isinstance(value, int) and not isinstance(value, bool)
+def _whole(name: str, value: Any, least: int, most: int | None) -> int:
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):
         legal = f">= {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{name} = {value!r}: legal values are whole numbers {legal}")
+    return int(value)
 
 
-def _real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    if value is None:
-        return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+def _real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
+    number = isinstance(value, Real) and not isinstance(value, bool)
     inside = number and (low < value if open_low else low <= value) and value <= high
     if not inside or not math.isfinite(value):
         left = "(" if open_low else "["
         right = f"{high:g}]" if math.isfinite(high) else "infinity)"
         raise ValueError(f"{name} = {value!r}: legal range is {left}{low:g}, {right}")
+    return float(value)
+
+
+def _yes_or_no(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r}: legal values are True and False")
+    return value
+
+
+def _items(name: str, value: Any, of: str) -> tuple:
+    if not isinstance(value, Iterable):
+        raise ValueError(f"{name} = {value!r}: expected a list of {of}")
+    return tuple(value)

@@ -1,7 +1,7 @@
 """Text <-> token ids by a checkpoint's tokenizer.json, its chat template, and streaming decode."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as _Tokenizer
 
-from npmoe.errors import TokenizerError
+from npmoe.errors import PromptError, TokenizerError
 
 Message = dict[str, Any]
 REPLACEMENT = "\ufffd"
+CONTEXT_TOKENS = 8
 
 
 class Tokenizer:
@@ -32,6 +33,7 @@ class Tokenizer:
         self.config = _read_config(folder / "tokenizer_config.json")
         self.special_tokens = self._special_tokens()
         self._chat_template = self._find_template()
+        self._byte_ids = self._find_byte_tokens()
 
     @classmethod
     def find(cls, folder: Path) -> "Tokenizer | None":
@@ -67,12 +69,26 @@ class Tokenizer:
     def _find_template(self) -> str | None:
         path = self.folder / "chat_template.jinja"
         if path.is_file():
-            return path.read_text(encoding="utf-8")
+            return _read_text(path)
         template = self.config.get("chat_template")
         if isinstance(template, list):  # several named templates
-            named = {t["name"]: t["template"] for t in template}
-            return named.get("default")
+            named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+            template = named.get("default")
+        if template is not None and not isinstance(template, str):
+            raise TokenizerError(f"{self.folder}: chat_template is no text: {template!r:.80}")
         return template
+
+    def _find_byte_tokens(self) -> frozenset[int]:
+        """Tokens such as <0xE2> of a vocabulary that spells unknown characters in bytes."""
+        letter = self.token_id("<0x41>")
+        if letter is None or self.decode([letter]) != "A":
+            return frozenset()
+        ids = (self.token_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(i for i in ids if i is not None)
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether a token stands for one byte, whose text depends on the bytes around it."""
+        return token_id in self._byte_ids
 
     @property
     def has_chat_template(self) -> bool:
@@ -112,13 +128,19 @@ class Tokenizer:
         """Token ids of a conversation: a list of {"role": ..., "content": ...}.
 
         The template runs in Jinja's sandbox and writes its own special tokens.
-        Raises TokenizerError if there is none, or with the message of one that refuses.
+        Raises TokenizerError if there is none, or with the message of one that refuses, and
+        PromptError for messages of another shape.
         """
         if self._chat_template is None:
             raise TokenizerError(
                 f"{self.folder} has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); use generate with raw text"
             )
+        shaped = isinstance(messages, Sequence) and all(
+            isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages
+        )
+        if not shaped or not messages:
+            raise PromptError('messages: expected a list of {"role": ..., "content": ...}')
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
@@ -129,10 +151,9 @@ class Tokenizer:
             text = environment.from_string(self._chat_template).render(
                 messages=list(messages),
                 add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-                **variables,
+                **{"tools": None, "documents": None, **self.special_tokens, **variables},
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+        except Exception as error:  # a template can raise anything
             raise TokenizerError(f"{self.folder}: the chat template fails: {error}") from None
         return self.encode(text, add_special_tokens=False)
 
@@ -141,7 +162,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(_read_text(path))
     except ValueError as error:
         raise TokenizerError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
@@ -149,8 +170,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from None
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_template_error(message: str) -> None:
@@ -158,7 +186,7 @@ def _raise_template_error(message: str) -> None:
 
 
 class StreamDecoder:
-    """Turns tokens into text piece by piece; the pieces joined are the text of all tokens.
+    """Turns tokens into text piece by piece; the pieces joined are what the tokens add to the text.
 
     A piece is held back while it may end inside a character. `context` are tokens before the
     first one: they decide about a leading space and are not part of the text.
@@ -169,12 +197,29 @@ class StreamDecoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._ids = list(context)
+        self._ids = self._last_of(context)
         self._start, self._read = 0, len(self._ids)
+        self._in_bytes = bool(self._ids) and tokenizer.is_byte(self._ids[-1])
+
+    def _last_of(self, context: Sequence[int]) -> list[int]:
+        """Enough of the context's end to have text and not to begin inside a character."""
+        size = CONTEXT_TOKENS
+        while size < len(context):
+            text = self._tokenizer.decode(context[-size:], self._skip)
+            if text and not text.startswith(REPLACEMENT):
+                break
+            size *= 2
+        return list(context[-size:])
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; often empty for a token of a few bytes."""
         self._ids.append(token_id)
+        if self._tokenizer.is_byte(token_id):
+            self._in_bytes = True  # a run of bytes is decoded as a whole
+        elif self._in_bytes:
+            self._in_bytes = not self._tokenizer.decode([token_id], self._skip)
+        if self._in_bytes:
+            return ""
         piece = self._pending()
         if not piece or piece.endswith(REPLACEMENT):
             return ""
@@ -190,4 +235,7 @@ class StreamDecoder:
     def _pending(self) -> str:
         before = self._tokenizer.decode(self._ids[self._start : self._read], self._skip)
         now = self._tokenizer.decode(self._ids[self._start :], self._skip)
+        if not now.startswith(before):  # the context ended inside a character
+            same = (a == b for a, b in zip(before, now, strict=False))
+            before = before[: next((i for i, equal in enumerate(same) if not equal), len(now))]
         return now[len(before) :]

@@ -1,8 +1,11 @@
-"""The loop: plan a step, run it, choose tokens, end what has ended. Every method takes the lock."""
+"""The loop: plan a step, run it, choose tokens, end what has ended. Every method takes its turn."""
 
 import secrets
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -12,12 +15,9 @@ from npmoe.engine.request import Request, Sequence
 from npmoe.engine.runner import Runner
 from npmoe.engine.scheduler import Scheduler, Work
 from npmoe.engine.text import TextStream
-from npmoe.ops.sample import log_softmax, penalize, sample_ref
+from npmoe.ops.sample import candidates_ref, log_softmax, penalize, sample_ref
 from npmoe.sampling import SamplingParams
 from npmoe.tokenizer import StreamDecoder, Tokenizer
-
-CONTEXT_TOKENS = 8
-"""Prompt tokens that the text decoder sees before the first new one."""
 
 
 class Engine:
@@ -34,8 +34,37 @@ class Engine:
         """end_ids: tokens that end a completion. Prompts are shorter than max_seq_len."""
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
         self.end_ids, self.max_seq_len = end_ids, max_seq_len
-        self._lock = threading.RLock()
+        self.closed = False
+        self._lock, self._next = threading.Lock(), threading.Lock()
         self._owner: dict[Sequence, Request] = {}
+        self._aborted: deque[Request] = deque()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Holds the lock. Threads alternate: the next in line holds `_next` while it waits, so a
+        thread that steps in a loop queues behind it."""
+        held = False
+        try:
+            with self._next:
+                held = self._lock.acquire()
+            if self.closed:
+                raise RuntimeError("this LLM is closed")
+            yield
+        finally:
+            if held:
+                self._lock.release()
+            self._drop_aborted()
+
+    @contextmanager
+    def _bookkeeping(self) -> Iterator[None]:
+        """Wherever an interrupt or an error falls in here, no page and no sequence is lost."""
+        try:
+            yield
+        except BaseException:
+            for s in [s for s in self._owner if s.finish_reason is not None]:
+                self._retire(s)
+            self.scheduler.reset(self._owner)
+            raise
 
     def add(self, prompt_ids: list[int], params: SamplingParams) -> Request:
         """Queues a prompt with resolved params."""
@@ -47,33 +76,41 @@ class Engine:
         request = Request([sequence], time.perf_counter())
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
-        with self._lock:
-            self._owner[sequence] = request
-            self.scheduler.add(sequence)
-        return request
+        try:
+            with self._turn():
+                self._owner[sequence] = request
+                self.scheduler.add(sequence)
+            return request
+        except BaseException:
+            self.abort(request)
+            raise
 
     def _text_stream(self, prompt_ids: list[int], params: SamplingParams) -> TextStream:
         decoder = None
         if self.tokenizer is not None:
-            context = prompt_ids[-CONTEXT_TOKENS:]
-            decoder = StreamDecoder(self.tokenizer, context, params.skip_special_tokens)
+            decoder = StreamDecoder(self.tokenizer, prompt_ids, params.skip_special_tokens)
         return TextStream(decoder, tuple(params.stop))
 
     def step(self) -> None:
         """Advances every running sequence by one step."""
-        with self._lock:
-            works = self.scheduler.plan()
+        with self._turn():
+            with self._bookkeeping():
+                works = self.scheduler.plan()
+                wants_all = [self._wants_prompt_logprobs(work) for work in works]
             if not works:
                 return
-            wants_all = [self._wants_prompt_logprobs(work) for work in works]
             logits = self.runner.run(works, wants_all)
-            now = time.perf_counter()
-            for work, every, rows in zip(works, wants_all, logits, strict=True):
-                if every:
-                    self._record_prompt(work, rows)
-                self.scheduler.complete(work)
-                if work.sequence.num_pending == 0:
-                    self._advance(work.sequence, rows[-1], now)
+            with self._bookkeeping():
+                self._use(works, wants_all, logits)
+
+    def _use(self, works: list[Work], wants_all: list[bool], logits: list[Array]) -> None:
+        now = time.perf_counter()
+        for work, every, rows in zip(works, wants_all, logits, strict=True):
+            if every:
+                self._record_prompt(work, rows)
+            self.scheduler.complete(work)
+            if work.sequence.num_pending == 0:
+                self._advance(work.sequence, rows[-1], now)
 
     def _wants_prompt_logprobs(self, work: Work) -> bool:
         s = work.sequence
@@ -98,7 +135,6 @@ class Engine:
             request.first_token_at = now
         advancing = [sequence]
         while sequence.num_forks:
-            sequence.num_forks -= 1
             child = Sequence(
                 list(sequence.token_ids),
                 sequence.num_prompt,
@@ -107,8 +143,9 @@ class Engine:
                 self._text_stream(sequence.token_ids, sequence.params),
                 stream=len(request.sequences),
             )
-            request.sequences.append(child)
             self._owner[child] = request
+            request.sequences.append(child)
+            sequence.num_forks -= 1
             copy = self.scheduler.fork(sequence, child)
             if copy is not None:
                 self.runner.cache.copy_page(*copy)
@@ -131,15 +168,15 @@ class Engine:
         s.token_ids.append(token)
         count += 1
         if token in ends:
-            s.finish_reason = "stop"
             s.text.finish()
+            s.finish_reason = "stop"
             return
         s.text.push(token, may_stop=count >= p.min_tokens)
         if s.text.stopped:
             s.finish_reason = "stop"
         elif count >= p.max_tokens or len(s.token_ids) >= self.max_seq_len:
-            s.finish_reason = "length"
             s.text.finish()
+            s.finish_reason = "stop" if s.text.stopped else "length"
 
     def _choose(self, s: Sequence, raw_logits: Array, forbidden: set[int]) -> int:
         p = s.params
@@ -175,17 +212,37 @@ class Engine:
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
+        self._retire(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
         request = self._owner.pop(sequence)
-        if request.done:
+        if all(s.finish_reason is not None for s in request.sequences):
             request.finished_at = time.perf_counter()
 
     def abort(self, request: Request) -> None:
-        """Ends a request early and frees its pages; nothing happens if it has ended."""
-        with self._lock:
-            for sequence in request.sequences:
-                if sequence in self._owner:
-                    self.scheduler.finish(sequence)
-                    del self._owner[sequence]
+        """Ends a request early and frees its pages, at the latest when the step in progress ends;
+        nothing happens if it has ended. Never waits: the garbage collector may close a generator
+        anywhere, in the middle of a step too."""
+        self._aborted.append(request)
+        self._drop_aborted()
+
+    def _drop_aborted(self) -> None:
+        while self._aborted and self._lock.acquire(blocking=False):
+            try:
+                with self._bookkeeping():
+                    while self._aborted:
+                        for sequence in self._aborted[0].sequences:
+                            if self._owner.pop(sequence, None):
+                                self.scheduler.finish(sequence)
+                        self._aborted.popleft()
+            finally:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Waits for the step in progress, then lets model and cache go."""
+        with suppress(RuntimeError), self._turn():
+            self.closed = True
+            del self.runner
 
     def completion(self, request: Request) -> Completion:
         """The answer of a request that is done."""
@@ -217,19 +274,17 @@ class Engine:
         params = SamplingParams(max_tokens=1, prompt_logprobs=0).resolve({})
         s = Sequence(list(token_ids), len(token_ids), params, 0, TextStream(None, ()))
         rows = []
-        with self._lock:
+        with self._turn(), self._bookkeeping():
             self.scheduler.claim_pages(s)
-            try:
-                while s.num_pending:
-                    work = Work(s, min(s.num_pending, self.scheduler.prefill_chunk))
-                    rows += self.runner.run([work], [True])
-                    s.num_computed += work.count
-            finally:
-                self.scheduler.finish(s)
+            while s.num_pending:
+                work = Work(s, min(s.num_pending, self.scheduler.prefill_chunk))
+                rows += self.runner.run([work], [True])
+                s.num_computed += work.count
+            self.scheduler.finish(s)
         return np.concatenate(rows)
 
 
 def _token_logprob(logits: Array, token: int, alternatives: int) -> TokenLogprob:
     logprobs = log_softmax(logits)
-    best = np.argsort(-logprobs, kind="stable")[:alternatives]
+    best = candidates_ref(logits, 1.0, alternatives, 1.0, 0.0)[0] if alternatives else ()
     return TokenLogprob(token, float(logprobs[token]), {int(i): float(logprobs[i]) for i in best})

@@ -54,5 +54,5 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Whether every completion has ended."""
-        return all(s.finish_reason is not None and not s.num_forks for s in self.sequences)
+        """Whether every completion has ended; set last, so that other threads may ask."""
+        return self.finished_at is not None

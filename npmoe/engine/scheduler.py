@@ -5,6 +5,7 @@ pages back and is recomputed later, so nothing is lost. Waiting ones join while 
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from npmoe.engine.request import Sequence
@@ -49,16 +50,14 @@ class Scheduler:
 
     def plan(self) -> list[Work]:
         """The work of the next step; empty only if there is nothing to do."""
+        for sequence in self.running[::-1]:
+            if self.is_long(sequence) != sequence.long_rope:
+                self.preempt(sequence)  # its cached keys were turned for a shorter sequence
         works = []
         budget = self.prefill_chunk
         for sequence in list(self.running):
             if sequence not in self.running:
                 continue  # gave its pages back to an earlier one
-            if self.is_long(sequence) != sequence.long_rope:
-                self.preempt(sequence)  # its cached keys were turned for a shorter sequence
-                continue
-            if sequence.num_pending == 0:
-                sequence.num_computed -= 1  # a step was interrupted before the token was chosen
             decoding = sequence.num_pending == 1
             count = 1 if decoding else min(sequence.num_pending, budget)
             if count and self._grow(sequence, count):
@@ -117,6 +116,14 @@ class Scheduler:
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         self._drop_pages(sequence)
+
+    def reset(self, sequences: Iterable[Sequence]) -> None:
+        """Starts over with these sequences waiting and every page empty: right whatever state an
+        interrupted step has left."""
+        self.allocator = PageAllocator(self.allocator.num_pages, self.allocator.page_size)
+        self.running, self.waiting = [], deque(sequences)
+        for s in self.waiting:
+            s.pages, s.sealed_keys, s.num_computed = [], [], 0
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's pages; it goes to the head of the queue."""

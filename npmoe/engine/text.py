@@ -29,11 +29,12 @@ class TextStream:
             self._longest = 0
 
     def _add(self, piece: str, may_stop: bool) -> None:
-        first_new = max(self._given, len(self._text) - self._longest + 1)
+        old = len(self._text)
         self._text += piece
         if not may_stop:
             return
-        places = [self._text.find(stop, max(0, first_new)) for stop in self._stops]
+        # A stop string counts when its end is new: nothing of it has been given away then.
+        places = [self._text.find(s, max(0, old - len(s) + 1)) for s in self._stops]
         found = [place for place in places if place >= 0]
         if found:
             self._text = self._text[: min(found)]

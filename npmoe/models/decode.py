@@ -20,8 +20,6 @@ from npmoe.runtime.nvrtc import bulk, kernel
 
 W_CODES = {"bf16": 0, "fp4": 1}
 KV_CODES = {"bf16": 0, "fp4": 1}
-WARPS = 8
-THREADS = 32 * WARPS
 
 
 @dataclass(frozen=True)
@@ -97,11 +95,11 @@ class DecodeStep:
         for i in range(len(self.spec.layers)):
             self._layer(i)
         head = w["lm_head"]
-        function, shared = self._gemv("lm_head", head)
+        function, threads, shared = self._gemv("lm_head", head)
         launch(
             function,
             (self.blocks,),
-            THREADS,
+            threads,
             self.logits,
             self.best,
             head.codes,
@@ -118,11 +116,11 @@ class DecodeStep:
         w: dict[str, Any] = {n: self.weights.get(f"layers.{i}.{n}") for n in _LAYER_WEIGHTS}
         eps, seqs, blocks = self.spec.eps, self.seqs, self.blocks
         qkv, o = w["qkv_proj"], w["o_proj"]
-        function, shared = self._gemv("qkv", qkv)
+        function, threads, shared = self._gemv("qkv", qkv)
         launch(
             function,
             (blocks,),
-            THREADS,
+            threads,
             self.projected,
             qkv.codes,
             w["qkv_bias"],
@@ -134,11 +132,11 @@ class DecodeStep:
             shared=shared,
         )
         self._attention(i, w)
-        function, shared = self._gemv("output", o)
+        function, threads, shared = self._gemv("output", o)
         launch(
             function,
             (blocks,),
-            THREADS,
+            threads,
             self.x,
             o.codes,
             w["o_bias"],
@@ -213,7 +211,7 @@ class DecodeStep:
         launch(
             kernel("experts", "gate_up", **macros, **stream.macros()),
             (self.blocks, self.seqs),
-            THREADS,
+            32 * stream.warps,
             self.hidden,
             gate_up.codes,
             self.router_logits,
@@ -227,7 +225,7 @@ class DecodeStep:
         launch(
             kernel("experts", "down", **macros, **stream.macros()),
             (self.blocks, self.seqs),
-            THREADS,
+            32 * stream.warps,
             self.x,
             down.codes,
             self.router_logits,
@@ -235,12 +233,12 @@ class DecodeStep:
             shared=stream.shared,
         )
 
-    def _gemv(self, stem: str, w: Any) -> tuple[Any, int]:
-        """The kernel for a dense weight and its dynamic shared memory."""
+    def _gemv(self, stem: str, w: Any) -> tuple[Any, int, int]:
+        """The kernel for a dense weight, its threads a block and its dynamic shared memory."""
         slices = w.shape[1] // COLUMNS
         stream = _Stream.fit(w.format, slices, 1, self.seqs, -(-w.codes.shape[0] // self.blocks))
         macros = {"K": w.shape[1], "TOKENS": self.seqs, "W_FORMAT": W_CODES[w.format]}
-        return kernel(stem, stem, **macros, **stream.macros()), stream.shared
+        return kernel(stem, stem, **macros, **stream.macros()), 32 * stream.warps, stream.shared
 
 
 @dataclass(frozen=True)
@@ -249,23 +247,30 @@ class _Stream:
 
     stages: int
     batch: int
+    warps: int
     shared: int
 
     @classmethod
     def fit(cls, form: str, slices: int, chunks: int, tokens: int, tiles: int) -> "_Stream":
         """For chunks of `slices` records, `chunks` a tile, and at most `tiles` tiles a block."""
         chunk_bytes = slices * RECORD_BYTES[form]
+        warps = 16 if tokens <= 4 else 8  # more tokens need more registers
         stages = max(2, min(tiles * chunks, RING_BYTES // chunk_bytes))
         batch = min(tiles, MAX_BATCH)
         staged = slices * chunks * tokens * (2 * 16 * 16 + 4)
-        shared = staged + WARPS * tokens * 4 * (1 + ROWS * batch)
+        shared = staged + warps * tokens * 4 * (1 + ROWS * batch)
         if bulk():
             shared += stages * (chunk_bytes + 16)
-        return cls(stages, batch, shared)
+        return cls(stages, batch, warps, shared)
 
     def macros(self) -> dict[str, int]:
         """What the kernel must know of this."""
-        return {"STAGES": self.stages, "BATCH": self.batch, "BULK": int(bulk()), "WARPS": WARPS}
+        return {
+            "STAGES": self.stages,
+            "BATCH": self.batch,
+            "BULK": int(bulk()),
+            "WARPS": self.warps,
+        }
 
 
 RING_BYTES = 102_400

@@ -59,25 +59,28 @@ def penalize(
 def candidates_ref(
     logits: Array, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[Array, Array]:
-    """Token ids that survive the filters, best first, and their logits / temperature, float64.
+    """Token ids that survive the filters, best first, and their (logits - max) / temperature,
+    float64.
 
     Equal logits go to the lower token id. At least one token survives.
     """
-    scaled = logits.astype(np.float64) / temperature
+    exact = logits.astype(np.float64)
+    with np.errstate(over="ignore"):  # -infinity is right for a temperature near 0
+        scaled = (exact - exact.max()) / temperature
     ids = np.arange(len(scaled))
     if 0 < top_k < len(scaled):
         threshold = np.partition(scaled, -top_k)[-top_k]
         ids = np.flatnonzero(scaled >= threshold)  # more than k where the k-th is tied
-    weights = np.exp(scaled[ids] - scaled[ids].max())
+    weights = np.exp(scaled[ids])
     if top_k == 0 and top_p < 1:
         # Tokens this light weigh less than 1 - top_p together: they are the tail, unsorted.
         heavy = weights >= (1 - top_p) * weights.sum() / len(ids)
         total, ids, weights = weights.sum(), ids[heavy], weights[heavy]
-    order = np.argsort(-weights, kind="stable")[: top_k or None]
+    order = np.argsort(-scaled[ids], kind="stable")[: top_k or None]
     ids, weights = ids[order], weights[order]
     if top_p < 1:
         total = total if top_k == 0 else weights.sum()
-        before = np.cumsum(weights) - weights
+        before = np.concatenate([[0.0], np.cumsum(weights[:-1])])
         ids, weights = ids[before < top_p * total], weights[before < top_p * total]
     if min_p > 0:
         ids = ids[weights >= min_p * weights[0]]
