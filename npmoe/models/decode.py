@@ -255,7 +255,9 @@ class _Stream:
         """For chunks of `slices` records, `chunks` a tile, and at most `tiles` tiles a block."""
         chunk_bytes = slices * RECORD_BYTES[form]
         warps = 16 if tokens <= 4 else 8  # more tokens need more registers
-        stages = max(2, min(tiles * chunks, RING_BYTES // chunk_bytes))
+        every = slices * chunks
+        stride = every if every < warps else warps + every % warps  # slices a warp moves on at most
+        stages = max(1 - -stride // slices, min(tiles * chunks, RING_BYTES // chunk_bytes))
         batch = min(tiles, MAX_BATCH)
         staged = slices * chunks * tokens * (2 * 16 * 16 + 4)
         shared = staged + warps * tokens * 4 * (1 + ROWS * batch)
