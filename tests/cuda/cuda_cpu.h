@@ -460,6 +460,12 @@ inline float __int_as_float(int v) { return bits_of<float>(v); }
 inline int __float_as_int(float v) { return bits_of<int>(v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned pick) {
+  uint64_t both = static_cast<uint64_t>(y) << 32 | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; i++) result |= unsigned(both >> (pick >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return result;
+}
 inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }
 inline float __expf(float v) { return expf(v); }
 inline float rsqrtf(float v) { return 1.f / sqrtf(v); }

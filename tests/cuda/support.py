@@ -1,7 +1,8 @@
 """What the kernel tests share: memory that notices stray writes, weights, and runs under many seeds."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -10,7 +11,7 @@ from npmoe.dtypes import Array
 from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, to_fragments
 from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.models import decode
-from tests.cuda.build import SANITIZE, Kernel, kernel
+from tests.cuda.build import SANITIZE, Kernel, kernel, launch
 
 SEEDS = (0, 1, 2)
 TOLERANCE = {"bf16": 3e-5, "fp4": 3e-6}
@@ -104,18 +105,40 @@ def codes(w: QuantTensor) -> Array:
     return to_fragments(w).codes
 
 
-@contextmanager
-def bulk_copies(bulk: bool, ring_bytes: int = 0) -> Iterator[None]:
-    """Launches as on a GPU with bulk copies or without; a small ring wraps round in small cases."""
-    with patch.object(decode, "bulk", lambda: bulk), patch.object(decode, "RING_BYTES", ring_bytes):
-        yield
+@dataclass(frozen=True)
+class Streaming:
+    """A kernel on stream_tiles of gemv.cuh, and how it is launched."""
+
+    kernel: Kernel
+    threads: int
+    shared: int
+
+    def __call__(self, grid: tuple[int, ...], *arguments: Any, seed: int) -> None:
+        launch(self.kernel, grid, self.threads, *arguments, shared=self.shared, seed=seed)
 
 
-def dense(
-    stem: str, fmt: str, columns: int, max_tokens: int, tiles: int, bulk: bool
-) -> tuple[Kernel, dict[str, int]]:
-    """A kernel of a dense weight, at most `tiles` row tiles a block; and launch's `shared`."""
-    with bulk_copies(bulk, ring_bytes=3 * columns // COLUMNS * RECORD_BYTES[fmt]):
-        stream = decode._Stream.fit(fmt, columns // COLUMNS, 1, max_tokens, tiles)
-        macros = {"K": columns, "TOKENS": max_tokens, "W_FORMAT": decode.W_CODES[fmt]}
-        return kernel(stem, stem, **macros, **stream.macros()), {"shared": stream.shared}
+def streaming(
+    stem: str,
+    name: str,
+    fmt: str,
+    columns: int,
+    tiles: int,
+    ring: int,
+    chunks: int = 1,
+    tokens: int = 1,
+    **macros: int,
+) -> Streaming:
+    """A kernel of cuda_src/<stem>.cu, launched as the decode step would.
+
+    columns: of a chunk; `chunks` a row tile; `tiles` row tiles a block at most. ring: how many
+    chunks fit the ring if that is legal (few, so that it wraps round in small cases), 0 for a GPU
+    without bulk copies.
+    """
+    ring_bytes = ring * columns // COLUMNS * RECORD_BYTES[fmt]
+    bulk, ring_size = patch.object(decode, "bulk", lambda: ring > 0), patch.object(
+        decode, "RING_BYTES", ring_bytes
+    )
+    with bulk, ring_size:
+        stream = decode._Stream.fit(fmt, columns // COLUMNS, chunks, tokens, tiles)
+        macros |= {"W_FORMAT": decode.W_CODES[fmt]} | stream.macros()
+    return Streaming(kernel(stem, name, **macros), 32 * stream.warps, stream.shared)

@@ -6,20 +6,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
+from npmoe.formats.fragments import ROWS
 from npmoe.formats.quant_tensor import QuantTensor
-from npmoe.models import decode
 from npmoe.ops.experts import swiglu_ref
 from npmoe.ops.norm import rms_norm_ref
 from npmoe.ops.route import top_k_ref
-from tests.cuda.build import Kernel, kernel, launch
 from tests.cuda.support import (
     TOLERANCE,
     Memory,
+    Streaming,
     activations,
-    bulk_copies,
     codes,
     run_all_orders,
+    streaming,
     weight,
 )
 from tests.helpers import relative_error
@@ -29,7 +28,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Case:
-    """blocks: of each kernel, beside tokens; bulk: bulk copies or not."""
+    """blocks: of each kernel, beside tokens; ring: chunks in the ring, 0 for no bulk copies."""
 
     name: str
     fmt: str
@@ -40,14 +39,15 @@ class Case:
     renormalize: bool
     tokens: int
     blocks: int
-    bulk: bool
+    ring: int
 
 
 CASES = (
-    Case("fp4_ring", "fp4", 384, 128, 5, 2, True, 2, 3, True),
-    Case("bf16_plain", "bf16", 256, 256, 40, 3, False, 3, 5, False),
-    Case("bf16_ring_wide", "bf16", 128, 1152, 6, 4, True, 1, 200, True),  # more blocks than tiles
-    Case("fp4_plain_many", "fp4", 640, 128, 33, 6, True, 2, 7, False),
+    Case("fp4_ring", "fp4", 384, 128, 5, 2, True, 2, 3, 2),
+    Case("bf16_plain", "bf16", 256, 256, 40, 3, False, 3, 5, 0),
+    Case("bf16_ring_wide", "bf16", 128, 1152, 6, 4, True, 1, 5, 2),
+    Case("fp4_plain_many", "fp4", 640, 128, 33, 6, True, 2, 50, 0),  # more blocks than tiles
+    Case("fp4_ring_narrow", "fp4", 256, 128, 7, 6, True, 1, 4, 3),  # a chunk for one warp alone
 )
 SANITIZED = ("fp4_ring",)
 PARAMS = [
@@ -63,18 +63,13 @@ def interleaved(w: QuantTensor) -> QuantTensor:
     return w.map_arrays(lambda a: a[..., order, :])
 
 
-def expert_kernel(name: str, case: Case) -> tuple[Kernel, int]:
+def expert_kernel(name: str, case: Case) -> Streaming:
     columns = case.hidden if name == "gate_up" else case.width
-    tiles = case.top_k * 2 * case.width if name == "gate_up" else case.hidden
-    chunks = 1 if name == "gate_up" else case.top_k
-    ring_bytes = 3 * columns // COLUMNS * RECORD_BYTES[case.fmt]
-    with bulk_copies(case.bulk, ring_bytes):
-        most = -(-tiles // ROWS // case.blocks)
-        stream = decode._Stream.fit(case.fmt, columns // COLUMNS, chunks, 1, most)
-        macros = {"HIDDEN": case.hidden, "WIDTH": case.width, "EXPERTS": case.experts}
-        macros |= {"TOP_K": case.top_k, "RENORMALIZE": case.renormalize}
-        macros |= {"W_FORMAT": decode.W_CODES[case.fmt], **stream.macros()}
-        return kernel("experts", name, **macros), stream.shared
+    rows = case.top_k * 2 * case.width if name == "gate_up" else case.hidden
+    macros = {"HIDDEN": case.hidden, "WIDTH": case.width, "EXPERTS": case.experts}
+    macros |= {"TOP_K": case.top_k, "RENORMALIZE": case.renormalize}
+    chunks, tiles = 1 if name == "gate_up" else case.top_k, -(-rows // ROWS // case.blocks)
+    return streaming("experts", name, case.fmt, columns, tiles, case.ring, chunks, **macros)
 
 
 def inputs(case: Case) -> tuple[Any, ...]:
@@ -91,16 +86,15 @@ def test_gate_up(case: Case) -> None:
     w, _, logits, rng = inputs(case)
     x = activations(rng, case.tokens, case.hidden)
     norm = rng.uniform(0.5, 1.5, case.hidden).astype(np.float32)
-    gate_up, shared = expert_kernel("gate_up", case)
+    gate_up = expert_kernel("gate_up", case)
     records = codes(interleaved(w))
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
         hidden = memory.output(case.tokens, case.top_k, case.width)
-        launch(
-            *(gate_up, (case.blocks, case.tokens), decode.THREADS, hidden),
+        gate_up(
+            *((case.blocks, case.tokens), hidden),
             *(memory.read_only(a) for a in (records, logits, x, norm)),
             EPS,
-            shared=shared,
             seed=seed,
         )
         return (hidden,)
@@ -118,15 +112,14 @@ def test_down(case: Case) -> None:
     _, w, logits, rng = inputs(case)
     hidden = activations(rng, case.tokens, case.top_k, case.width)
     before = rng.standard_normal((case.tokens, case.hidden)).astype(np.float32)
-    down, shared = expert_kernel("down", case)
+    down = expert_kernel("down", case)
     records = codes(w)
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
         residual = memory.writable(before)
-        launch(
-            *(down, (case.blocks, case.tokens), decode.THREADS, residual),
+        down(
+            *((case.blocks, case.tokens), residual),
             *(memory.read_only(a) for a in (records, logits, hidden)),
-            shared=shared,
             seed=seed,
         )
         return (residual,)

@@ -3,40 +3,37 @@
 import numpy as np
 import pytest
 
-from npmoe.models.decode import THREADS
 from npmoe.ops.linear import linear_ref
-from tests.cuda.build import launch
 from tests.cuda.support import (
     TOLERANCE,
     Memory,
     activations,
     codes,
-    dense,
     run_all_orders,
+    streaming,
     weight,
 )
 from tests.helpers import relative_error
 
-SPECIALISATIONS = [  # format, K, TOKENS, row tiles a block at most, bulk copies
-    ("fp4", 640, 2, 3, True),
-    # 17 slices: activations do not fit the registers
-    pytest.param("bf16", 2176, 8, 2, False, marks=pytest.mark.sanitize),
+SPECIALISATIONS = [  # format, K, TOKENS, row tiles a block at most, chunks in the ring
+    ("fp4", 640, 3, 3, 2),
+    pytest.param("bf16", 1152, 8, 2, 0, marks=pytest.mark.sanitize),
 ]
 LAUNCHES = [  # tokens at most, rows, blocks, bias
-    (8, 56, 2, False),
-    (1, 24, 1, True),
-    (7, 8, 2, False),  # more blocks than row tiles
+    (8, 112, 2, False),
+    (1, 48, 1, True),
+    (7, 16, 2, False),  # more blocks than row tiles
 ]
 
 
 @pytest.mark.parametrize(("tokens", "rows", "blocks", "biased"), LAUNCHES)
-@pytest.mark.parametrize(("fmt", "columns", "max_tokens", "tiles", "bulk"), SPECIALISATIONS)
+@pytest.mark.parametrize(("fmt", "columns", "max_tokens", "tiles", "ring"), SPECIALISATIONS)
 def test_output(
     fmt: str,
     columns: int,
     max_tokens: int,
     tiles: int,
-    bulk: bool,
+    ring: int,
     tokens: int,
     rows: int,
     blocks: int,
@@ -47,15 +44,15 @@ def test_output(
     w, x = weight(rng, fmt, rows, columns), activations(rng, tokens, columns)
     before = rng.standard_normal((tokens, rows)).astype(np.float32)
     bias = rng.standard_normal(rows).astype(np.float32) if biased else None
-    output, memory_size = dense("output", fmt, columns, max_tokens, tiles, bulk)
+    macros = {"K": columns, "TOKENS": max_tokens}
+    output = streaming("output", "output", fmt, columns, tiles, ring, tokens=max_tokens, **macros)
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
         residual = memory.writable(before)
-        launch(
-            *(output, (blocks,), THREADS, residual, memory.read_only(codes(w))),
+        output(
+            *((blocks,), residual, memory.read_only(codes(w))),
             *(None if bias is None else memory.read_only(bias), memory.read_only(x)),
             *(rows, tokens),
-            **memory_size,
             seed=seed,
         )
         return (residual,)

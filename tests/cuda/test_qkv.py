@@ -3,43 +3,41 @@
 import numpy as np
 import pytest
 
-from npmoe.models.decode import THREADS
 from npmoe.ops.linear import linear_ref
 from npmoe.ops.norm import rms_norm_ref
-from tests.cuda.build import launch
 from tests.cuda.support import (
     TOLERANCE,
     Memory,
     activations,
     codes,
-    dense,
     run_all_orders,
+    streaming,
     weight,
 )
 from tests.helpers import relative_error
 
 EPS = 1e-5
-SPECIALISATIONS = [  # format, K, TOKENS, row tiles a block at most, bulk copies
-    pytest.param("fp4", 128, 1, 10, True, marks=pytest.mark.sanitize),  # one slice: seven warps without work
-    ("fp4", 1152, 8, 4, False),  # nine slices on eight warps
-    ("bf16", 1152, 4, 20, True),
-    ("bf16", 256, 5, 2, False),
+SPECIALISATIONS = [  # format, K, TOKENS, row tiles a block at most, chunks in the ring
+    pytest.param("fp4", 128, 1, 10, 2, marks=pytest.mark.sanitize),  # one slice: warps without work
+    ("fp4", 1152, 8, 4, 0),  # nine slices on eight warps
+    ("bf16", 2176, 4, 20, 3),  # 17 slices on 16 warps
+    ("bf16", 256, 5, 2, 0),
 ]
 LAUNCHES = [  # tokens at most, rows, blocks, bias
-    (8, 80, 3, True),
-    (1, 40, 1, False),
-    (3, 16, 5, True),  # more blocks than row tiles
+    (8, 160, 3, True),
+    (1, 80, 1, False),
+    (3, 32, 5, True),  # more blocks than row tiles
 ]
 
 
 @pytest.mark.parametrize(("tokens", "rows", "blocks", "biased"), LAUNCHES)
-@pytest.mark.parametrize(("fmt", "columns", "max_tokens", "tiles", "bulk"), SPECIALISATIONS)
+@pytest.mark.parametrize(("fmt", "columns", "max_tokens", "tiles", "ring"), SPECIALISATIONS)
 def test_qkv(
     fmt: str,
     columns: int,
     max_tokens: int,
     tiles: int,
-    bulk: bool,
+    ring: int,
     tokens: int,
     rows: int,
     blocks: int,
@@ -50,18 +48,19 @@ def test_qkv(
     w, x = weight(rng, fmt, rows, columns), activations(rng, tokens, columns)
     norm = rng.uniform(0.5, 1.5, columns).astype(np.float32)
     bias = rng.standard_normal(rows).astype(np.float32) if biased else None
-    qkv, memory_size = dense("qkv", fmt, columns, max_tokens, tiles, bulk)
+    macros = {"K": columns, "TOKENS": max_tokens}
+    qkv = streaming("qkv", "qkv", fmt, columns, tiles, ring, tokens=max_tokens, **macros)
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
         projected = memory.output(tokens, rows)
-        launch(
-            *(qkv, (blocks,), THREADS, projected, memory.read_only(codes(w))),
+        qkv(
+            *((blocks,), projected, memory.read_only(codes(w))),
             *(None if bias is None else memory.read_only(bias), memory.read_only(x)),
             *(memory.read_only(norm), rows, tokens, EPS),
-            **memory_size,
             seed=seed,
         )
         return (projected,)
 
     (projected,) = run_all_orders(run)
-    assert relative_error(projected, linear_ref(rms_norm_ref(x, norm, EPS), w, bias)) < TOLERANCE[fmt]
+    expected = linear_ref(rms_norm_ref(x, norm, EPS), w, bias)
+    assert relative_error(projected, expected) < TOLERANCE[fmt]
