@@ -1,6 +1,7 @@
 """Decode speed on the CPU beside its floor: weight bytes of one token / memory read bandwidth.
 
-    python bench/cpu.py [--model PATH] [--threads N] [--weights F] [--runs R] [--json]
+    python bench/cpu.py [--model PATH] [--threads N] [--weights F] [--runs R]
+                        [--json] [--machine WORDS]
 
 Medians over the runs. A model smaller than the processor's caches can be faster than the floor,
 which is of main memory; the cache of keys and values is not counted in it. Prompts of more than a
@@ -13,6 +14,7 @@ import os
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,7 +57,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     assert read is not None
     bandwidth = read_bandwidth(args.threads)
     return {
-        "model": str(path),
+        "machine": args.machine,
+        "model": Path(path).name,
         "weights": args.weights,
         "threads": args.threads,
         "prompt_tokens": prompts.shape[1],
@@ -81,6 +84,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens to decode")
     parser.add_argument("--runs", type=int, default=5, metavar="N")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--machine", metavar="WORDS", help="processor and cores, for the record")
     args = parser.parse_args()
     os.environ["NPMOE_NUM_THREADS"] = str(args.threads)
     result = measure(args)

@@ -176,8 +176,15 @@ def parts(step, context):
 
 
 def main():
-    p = argparse.ArgumentParser(); p.add_argument("--check", action="store_true"); p.add_argument("--time", nargs="*", default=[]); p.add_argument("--parts", action="store_true"); p.add_argument("--out")
+    p = argparse.ArgumentParser(); p.add_argument("--check", action="store_true"); p.add_argument("--time", nargs="*", default=[]); p.add_argument("--parts", action="store_true"); p.add_argument("--out"); p.add_argument("--variant", default="")
     o = p.parse_args(); records = []
+    import npmoe.models.decode as decode_module
+    if "ring" in o.variant: decode_module.RING_BYTES = 96000
+    if "plain" in o.variant: decode_module.bulk = lambda: False
+    if "profile" in o.variant:
+        step, _ = build("qwen3-30b-a3b", "fp4", "fp4", 1, 1024, 64, Tuning(8, 132))
+        for _ in range(3): step.enqueue()
+        cp.cuda.get_current_stream().synchronize(); return
     if o.check:
         for args in (("fp4", "bf16", 128, 1, 100), ("bf16", "bf16", 128, 1, 300), ("fp4", "fp4", 128, 1, 300), ("fp4", "fp4", 64, 2, 700), ("bf16", "fp4", 128, 8, 200), ("fp4", ("bf16", "fp4"), 64, 4, 90)):
             check(*args)

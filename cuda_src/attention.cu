@@ -9,12 +9,15 @@
 //   k_codes, v_codes   pages [num_pages][KV_HEADS][PAGE][D], bf16 or packed   in and out
 //   k_scales, v_scales fp16 [num_pages][KV_HEADS][PAGE][D / KV_GROUP]        in and out
 //   block_table int32 [seqs][max_pages]; seq_lens int32 [seqs], the new token counted   in
-//   partial   float32 [seqs][KV_HEADS][gridDim.x][RATIO][D + 2]   scratch: sums, maximum, weight
-//   arrived   u32 [seqs][KV_HEADS], zero; left zero     scratch
+//   partial   float32 [seqs][KV_HEADS][splits / CLUSTER][3][RATIO D]   scratch: sums, maxima, weights
+//   arrived   u32 [seqs][KV_HEADS][CLUSTER], zero; left zero     scratch
 //   max_pages int32; eps, scale float32
-// Grid: (splits <= 32, KV_HEADS, seqs) blocks of 256 threads. A split takes the next ceil(len / splits)
-// tokens, rounded up to 64; the last block of a head to arrive combines the splits.
-// Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT, KV_GROUP (32).
+// Grid: (splits, KV_HEADS, seqs) blocks of 256 threads, splits a multiple of CLUSTER and at most
+// 32 CLUSTER. A split takes the next ceil(len / splits) tokens, rounded up to 64. The CLUSTER splits
+// of a cluster are combined through shared memory, each block for its share of the outputs; where
+// there are several clusters a head, the last block to arrive combines their shares.
+// Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT, KV_GROUP (32),
+// CLUSTER (8 or 1).
 // Numerics: tensor-core products of exact codes with activations and weights split in a 16-bit head
 // and rest, float32 sums, group scales applied in float32; splits are combined in order.
 // Limit: values in fp4 pages below 1,500 (their scale times 256 must fit fp16).
@@ -33,30 +36,44 @@ constexpr int V_STRIDE = V_ROW + 16;  // in shared memory: rows 2 t on different
 constexpr float V_FACTOR = KV<V_FORMAT>::SCALED ? 256.f : 1.f;
 constexpr float V_UNDO = KV<V_FORMAT>::SCALED ? 64.f : 1.f;  // 2^14 of the codes / V_FACTOR
 
-// RMS norm and rotary of one head, spread over a warp as store_head wants it.
-__device__ __forceinline__ void load_head(float* v, const float* x, const float* norm,
-                                          const float2* turn, float eps) {
-  int lane = threadIdx.x & 31;
-  float square = 0.f;
+// What a lane needs for norm and rotary, spread as store_head wants the elements.
+struct HeadFactors {
+  float norm[D / 32];
+  float2 turn[2];
+  __device__ __forceinline__ HeadFactors(const float* weight, const float2* cos_sin) {
+    int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < D / 32; i++)
+      norm[i] = weight ? __ldg(weight + i / 2 * 64 + 2 * lane + i % 2) : 1.f;
+#pragma unroll
+    for (int i = 0; i < 2; i++) turn[i] = __ldg(cos_sin + (2 * lane + i) % (D / 2));
+  }
+};
+
+__device__ __forceinline__ void load_head(float* v, const float* x) {
 #pragma unroll
   for (int h = 0; h < D / 64; h++) {
-    float2 q = __ldcg(reinterpret_cast<const float2*>(x) + h * 32 + lane);
+    float2 q = __ldcg(reinterpret_cast<const float2*>(x) + h * 32 + (threadIdx.x & 31));
     v[2 * h] = q.x, v[2 * h + 1] = q.y;
-    square += q.x * q.x + q.y * q.y;
   }
-  if (norm) {
+}
+
+// Norms a loaded head if `normed` and turns it.
+__device__ __forceinline__ void turn_head(float* v, const HeadFactors& factors, bool normed,
+                                          float eps) {
+  int lane = threadIdx.x & 31;
+  if (normed) {
+    float square = 0.f;
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) square += v[i] * v[i];
     float inverse = rsqrtf(warp_sum(square) / D + eps);
 #pragma unroll
-    for (int h = 0; h < D / 64; h++) {
-      v[2 * h] *= inverse * norm[h * 64 + 2 * lane];
-      v[2 * h + 1] *= inverse * norm[h * 64 + 2 * lane + 1];
-    }
+    for (int i = 0; i < D / 32; i++) v[i] *= inverse * factors.norm[i];
   }
-  if (!turn) return;
 #if HEAD_DIM == 128
 #pragma unroll
   for (int i = 0; i < 2; i++) {  // element 2 l + i turns with element 64 + 2 l + i
-    float2 cs = turn[2 * lane + i];
+    float2 cs = factors.turn[i];
     float a = v[i], b = v[2 + i];
     v[i] = a * cs.x - b * cs.y;
     v[2 + i] = b * cs.x + a * cs.y;
@@ -65,7 +82,7 @@ __device__ __forceinline__ void load_head(float* v, const float* x, const float*
 #pragma unroll
   for (int i = 0; i < 2; i++) {  // element 2 l + i turns with the one 16 lanes on
     float other = __shfl_xor_sync(ALL_LANES, v[i], 16);
-    float2 cs = turn[(2 * lane + i) % 32];
+    float2 cs = factors.turn[i];
     v[i] = lane < 16 ? v[i] * cs.x - other * cs.y : v[i] * cs.x + other * cs.y;
   }
 #endif
@@ -156,6 +173,27 @@ __device__ __forceinline__ void load_tile(Tile& tile, const Pages& pages, int fi
   }
 }
 
+// Replaces what was loaded for the tile's token `at` by the rows that this block has just made.
+__device__ __forceinline__ void take_new_token(Tile& tile, int at, const u8* k, const __half* k_scales,
+                                               const u8* v, const __half* v_scales) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
+  if (at == warp * 8 + (lane >> 2))
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++)
+#pragma unroll
+      for (int i = 0; i < K_WORDS; i++)
+        tile.k[g][i] = reinterpret_cast<const u32*>(k)[(g * 4 + t) * K_WORDS + i];
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (at == warp * 8 + 2 * t + i) tile.k_scales[i] = *reinterpret_cast<const uint2*>(k_scales);
+#pragma unroll
+  for (int i = 0; i < V_EACH; i++) {
+    int part = threadIdx.x + i * THREADS;
+    if (at == part / V_PARTS) tile.v[i] = reinterpret_cast<const uint4*>(v)[part % V_PARTS];
+  }
+  if (at == static_cast<int>(threadIdx.x)) tile.v_scales = *reinterpret_cast<const uint2*>(v_scales);
+}
+
 // Scores of 8 tokens for all heads: c[0], c[1] = head lane / 4 with tokens 2 t and 2 t + 1.
 __device__ __forceinline__ float2 scores(const Tile& tile, const uint4 (&q)[GROUPS][2]) {
   float2 sum = make_float2(0.f, 0.f);
@@ -223,7 +261,13 @@ __device__ __forceinline__ void mix(float (&mixed)[DIM_TILES][4], const float (*
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+#if CLUSTER > 1
+#define CLUSTER_BOUNDS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_BOUNDS
+#endif
+
+extern "C" __global__ void CLUSTER_BOUNDS __launch_bounds__(THREADS, 2)
 attention(float* __restrict__ out, const float* projected, const float* __restrict__ q_norm,
           const float* __restrict__ k_norm, const float2* __restrict__ cos_sin, u8* k_codes,
           __half* k_scales, u8* v_codes, __half* v_scales, const int* block_table,
@@ -233,7 +277,9 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   __shared__ __align__(16) float weights[8][SPAN + 4];
   __shared__ __align__(16) u8 values[SPAN * V_STRIDE];
   __shared__ __align__(16) __half value_scales[SPAN][4];
-  __shared__ float top[8], total[8], shrink[8], factors[8][32];
+  __shared__ __align__(16) u8 new_k[K_ROW], new_v[V_ROW];  // the new token, where it is ours
+  __shared__ __align__(8) __half new_k_scales[4], new_v_scales[4];
+  __shared__ float sums[8][D], top[8], total[8], shrink[8];
   __shared__ bool last;
   int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, t = lane & 3, g = lane >> 2;
   int kv = blockIdx.y, seq = blockIdx.z, splits = gridDim.x;
@@ -242,40 +288,39 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   int length = __ldcg(seq_lens + seq);
   int each = ((length + splits - 1) / splits + SPAN - 1) / SPAN * SPAN;
   int active = (length + each - 1) / each;
-  int begin = blockIdx.x * each, end = min(begin + each, length);
-  bool works = static_cast<int>(blockIdx.x) < active, newest = works && end == length;
+  int clusters = (active + CLUSTER - 1) / CLUSTER, cluster = blockIdx.x / CLUSTER;
+  int begin = min(static_cast<int>(blockIdx.x) * each, length), end = min(begin + each, length);
+  bool newest = begin < end && end == length;
   Pages pages = {k_codes, v_codes, k_scales, v_scales,
                  block_table + static_cast<size_t>(seq) * max_pages, kv};
   Tile tile = {};
-  if (works) load_tile(tile, pages, begin, begin, end);
+  load_tile(tile, pages, begin, begin, end);
   const float2* turn = cos_sin + static_cast<size_t>(length - 1) * (D / 2);
+  const HeadFactors q_factors(q_norm, turn), k_factors(k_norm, turn);
   grid_wait();
   launch_next();
-  if (!works) return;
+  if (cluster >= clusters) return;
 
   const float* mine = projected + static_cast<size_t>(seq) * (HEADS + 2 * KV_HEADS) * D;
   {
-    float v[D / 32] = {};
-    if (warp < RATIO) load_head(v, mine + (kv * RATIO + warp) * D, q_norm, turn, eps);
+    float v[D / 32] = {}, n[D / 32];
+    if (warp < RATIO) load_head(v, mine + (kv * RATIO + warp) * D);
+    bool writes = newest && warp < 2;  // this split owns the new token: its key and its value
+    if (writes) load_head(n, mine + (HEADS + warp * KV_HEADS + kv) * D);
+    if (warp < RATIO) turn_head(v, q_factors, q_norm, eps);
 #pragma unroll
     for (int i = 0; i < D / 32; i++)
       q_shared[warp][i / 2 * 64 + 2 * lane + i % 2] = v[i] * scale;
-  }
-  if (newest && warp < 2) {  // this split owns the new token
-    float v[D / 32];
-    size_t row = pages.row(length - 1);
-    if (warp == 0) {
-      load_head(v, mine + (HEADS + kv) * D, k_norm, turn, eps);
-      store_head<K_FORMAT, D>(k_codes + row * K_ROW, k_scales + row * GROUPS, v);
-    } else {
-      load_head(v, mine + (HEADS + KV_HEADS + kv) * D, nullptr, nullptr, eps);
-      store_head<V_FORMAT, D>(v_codes + row * V_ROW, v_scales + row * GROUPS, v);
+    size_t row = writes ? pages.row(length - 1) : 0;
+    if (writes && warp == 0) {
+      turn_head(n, k_factors, k_norm, eps);
+      store_head<K_FORMAT, D>(k_codes + row * K_ROW, k_scales + row * GROUPS, new_k, new_k_scales, n);
+    } else if (writes) {
+      store_head<V_FORMAT, D>(v_codes + row * V_ROW, v_scales + row * GROUPS, new_v, new_v_scales, n);
     }
-    __threadfence_block();
   }
   if (tid < 8) top[tid] = -INFINITE, total[tid] = 0.f;
   __syncthreads();
-  if (newest && length - begin <= SPAN) load_tile(tile, pages, begin, length - 1, end);
   uint4 q[GROUPS][2];
 #pragma unroll
   for (int i = 0; i < GROUPS; i++) {
@@ -297,6 +342,8 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   float mixed[DIM_TILES][4] = {};
 #pragma unroll 1
   for (int first = begin; first < end; first += SPAN) {
+    if (newest && length - first <= SPAN)
+      take_new_token(tile, length - 1 - first, new_k, new_k_scales, new_v, new_v_scales);
     float2 s = scores(tile, q);
     int token = warp * 8 + 2 * t;
     weights[g][token] = first + token < end ? s.x : -INFINITE;
@@ -338,47 +385,75 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     __syncthreads();
   }
 
-  float* own = partial + (static_cast<size_t>(seq) * KV_HEADS + kv) * splits * RATIO * (D + 2);
-  float* result = out + (static_cast<size_t>(seq) * HEADS + kv * RATIO) * D;
 #pragma unroll
   for (int j = 0; j < DIM_TILES; j++)
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      int d = (warp * 8 + 2 * t + i) * DIM_TILES + j;
-      float v = (mixed[j][i] + mixed[j][i + 2]) * V_UNDO;
-      if (g < RATIO && active == 1) result[g * D + d] = v / total[g];
-      if (g < RATIO && active > 1) own[(blockIdx.x * RATIO + g) * (D + 2) + d] = v;
+    for (int i = 0; i < 2; i++)
+      sums[g][(warp * 8 + 2 * t + i) * DIM_TILES + j] = (mixed[j][i] + mixed[j][i + 2]) * V_UNDO;
+  cluster_sync();
+  constexpr int SHARE = (RATIO * D + CLUSTER - 1) / CLUSTER, EACH = (SHARE + THREADS - 1) / THREADS;
+  int rank = cluster_rank();
+  float sum[EACH], highest[EACH], weight[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    int at = rank * SHARE + min(tid + i * THREADS, SHARE - 1), h = at / D;
+    float tops[CLUSTER];
+    highest[i] = -INFINITE, sum[i] = 0.f, weight[i] = 0.f;
+#pragma unroll
+    for (int r = 0; r < CLUSTER; r++) tops[r] = peer_float(top + h, r);
+#pragma unroll
+    for (int r = 0; r < CLUSTER; r++) highest[i] = fmaxf(highest[i], tops[r]);
+#pragma unroll
+    for (int r = 0; r < CLUSTER; r++) {
+      float factor = __expf(tops[r] - highest[i]);
+      sum[i] += factor * peer_float(&sums[0][0] + at, r);
+      weight[i] += factor * peer_float(total + h, r);
     }
-  if (active == 1) return;
-  if (tid < RATIO) {
-    own[(blockIdx.x * RATIO + tid) * (D + 2) + D] = top[tid];
-    own[(blockIdx.x * RATIO + tid) * (D + 2) + D + 1] = total[tid];
   }
+  cluster_sync();  // nobody leaves while others read its memory
+  float* result = out + (static_cast<size_t>(seq) * HEADS + kv * RATIO) * D;
+  float* own = partial +
+               (static_cast<size_t>(seq) * KV_HEADS + kv) * (splits / CLUSTER) * 3 * RATIO * D;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    int at = rank * SHARE + tid + i * THREADS;
+    if (tid + i * THREADS < SHARE) {
+      if (clusters == 1) {
+        result[at] = sum[i] / weight[i];
+      } else {
+        float* place = own + cluster * 3 * RATIO * D + at;
+        place[0] = sum[i], place[RATIO * D] = highest[i], place[2 * RATIO * D] = weight[i];
+      }
+    }
+  }
+  if (clusters == 1) return;
   __threadfence();
   __syncthreads();
   if (tid == 0) {
-    u32 before = atomicAdd(arrived + seq * KV_HEADS + kv, 1u);
-    last = before == static_cast<u32>(active - 1);
-    if (last) arrived[seq * KV_HEADS + kv] = 0;
+    u32* counter = arrived + (seq * KV_HEADS + kv) * CLUSTER + rank;
+    last = atomicAdd(counter, 1u) == static_cast<u32>(clusters - 1);
+    if (last) *counter = 0;
   }
   __syncthreads();
   if (!last) return;
   __threadfence();
-  if (warp < RATIO) {  // the share of each split in a head, then the weighted sums
-    const float* part = own + (lane * RATIO + warp) * (D + 2) + D;
-    float highest = lane < active ? __ldcg(part) : -INFINITE;
-    float weight = lane < active ? __ldcg(part + 1) : 0.f;
-    float factor = __expf(highest - warp_max(highest));
-    factors[warp][lane] = factor / warp_sum(factor * weight);
-  }
-  __syncthreads();
-  for (int i = tid; i < RATIO * D; i += THREADS) {
-    int h = i / D, d = i % D;
-    float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    int at = rank * SHARE + tid + i * THREADS;
+    if (tid + i * THREADS < SHARE) {
+      float whole = -INFINITE, total_sum = 0.f, total_weight = 0.f;
 #pragma unroll 8
-    for (int s = 0; s < active; s++)
-      sum += factors[h][s] * __ldcg(own + (s * RATIO + h) * (D + 2) + d);
-    result[i] = sum;
+      for (int c = 0; c < clusters; c++)
+        whole = fmaxf(whole, __ldcg(own + (c * 3 + 1) * RATIO * D + at));
+#pragma unroll 8
+      for (int c = 0; c < clusters; c++) {
+        const float* place = own + c * 3 * RATIO * D + at;
+        float factor = __expf(__ldcg(place + RATIO * D) - whole);
+        total_sum += factor * __ldcg(place);
+        total_weight += factor * __ldcg(place + 2 * RATIO * D);
+      }
+      result[at] = total_sum / total_weight;
+    }
   }
 }
 CPU_KERNEL(attention)

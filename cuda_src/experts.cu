@@ -16,38 +16,21 @@
 #include "gemv.cuh"
 #include "route.cuh"
 
-// Chooses the token's experts: with BULK in the first warp, which fetches; else in every warp.
-// Others read the choice after a barrier.
-struct Choice {
-  int id[TOP_K];
-  float weight[TOP_K];
-};
-__device__ __forceinline__ Choice* choose(Choice* choices, const float* router_logits) {
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  Choice* mine = choices + (BULK ? 0 : warp);
-  if (!BULK || warp == 0) {
-    Routing r = choose_experts<EXPERTS, TOP_K, RENORMALIZE>(router_logits);
-    if (lane < TOP_K) mine->id[lane] = r.id, mine->weight[lane] = r.weight;
-    __syncwarp();
-  }
-  return mine;
-}
-
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
 gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* router_logits,
         const float* x, const float* __restrict__ norm, float eps) {
   constexpr int EXPERT_TILES = 2 * WIDTH / TILE, SLICES = HIDDEN / SLICE;
   SHARED_MEMORY(shared);
-  __shared__ Choice choices[BULK ? 1 : WARPS];
+  __shared__ Choice<TOP_K> chosen;
   int token = blockIdx.y;
   grid_wait();
   launch_next();
-  const Choice* chosen = choose(choices, router_logits + token * EXPERTS);
+  choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
   stream_tiles<SLICES, 1, 1, false>(
       shared, own_tiles(TOP_K * EXPERT_TILES), x + static_cast<size_t>(token) * HIDDEN, 1, norm,
       [&](int j, int) {
         int at = blockIdx.x + j * gridDim.x;
-        size_t tile = static_cast<size_t>(chosen->id[at / EXPERT_TILES]) * EXPERT_TILES;
+        size_t tile = static_cast<size_t>(chosen.id[at / EXPERT_TILES]) * EXPERT_TILES;
         return w + (tile + at % EXPERT_TILES) * SLICES * RECORD_BYTES;
       },
       [&](int j, int row, int, float sum, float square) {
@@ -57,7 +40,7 @@ gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* route
         if (row % 2 == 0)
           hidden[(static_cast<size_t>(token) * TOP_K + slot) * WIDTH +
                  at % EXPERT_TILES * (TILE / 2) + row / 2] =
-              chosen->weight[slot] * y / (1.f + expf(-y)) * up;
+              chosen.weight[slot] * y / (1.f + expf(-y)) * up;
       });
 }
 CPU_KERNEL(gate_up)
@@ -66,19 +49,22 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
 down(float* residual, const u8* __restrict__ w, const float* router_logits, const float* hidden) {
   constexpr int ROW_TILES = HIDDEN / TILE, SLICES = WIDTH / SLICE;
   SHARED_MEMORY(shared);
-  __shared__ Choice choices[BULK ? 1 : WARPS];
+  __shared__ Choice<TOP_K> chosen;
   int token = blockIdx.y;
   // The router's kernel ended before gate_up let this one begin: its logits may be read early.
-  const Choice* chosen = choose(choices, router_logits + token * EXPERTS);
+  choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
+  // No kernel that may still run writes the residual: `output` ended before gate_up began.
+  float* rows = residual + static_cast<size_t>(token) * HIDDEN;
+  float before = row_ahead(rows, ROW_TILES);
   stream_tiles<SLICES, TOP_K, 1, true>(
       shared, own_tiles(ROW_TILES), hidden + static_cast<size_t>(token) * TOP_K * WIDTH, 1, nullptr,
       [&](int j, int k) {
-        size_t tile = static_cast<size_t>(chosen->id[k]) * ROW_TILES + blockIdx.x + j * gridDim.x;
+        size_t tile = static_cast<size_t>(chosen.id[k]) * ROW_TILES + blockIdx.x + j * gridDim.x;
         return w + tile * SLICES * RECORD_BYTES;
       },
       [&](int j, int row, int, float sum, float) {
         int at = (blockIdx.x + j * gridDim.x) * TILE + row;
-        residual[static_cast<size_t>(token) * HIDDEN + at] += sum;
+        rows[at] = (j < BATCH ? before : rows[at]) + sum;
       });
 }
 CPU_KERNEL(down)

@@ -286,3 +286,11 @@ __device__ __forceinline__ int own_tiles(int all) {
   int first = blockIdx.x, stride = gridDim.x;
   return all > first ? (all - first - 1) / stride + 1 : 0;
 }
+
+// With one token: the value of `column` (float32 [16 x row_tiles]) at the row for which this thread
+// will be asked to finish a tile of the first batch.
+__device__ __forceinline__ float row_ahead(const float* column, int row_tiles) {
+  int tile = blockIdx.x + threadIdx.x / TILE * gridDim.x;
+  bool mine = threadIdx.x < BATCH * TILE && tile < row_tiles;
+  return mine ? __ldcg(column + tile * TILE + threadIdx.x % TILE) : 0.f;
+}

@@ -40,28 +40,32 @@ __device__ __forceinline__ float group_max(float v, int width) {
   for (int o = width / 2; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, o));
   return v;
 }
-__device__ __forceinline__ double group_sum(double v, int width) {
-  for (int o = width / 2; o; o >>= 1) v += __shfl_xor_sync(ALL_LANES, v, o);
+__device__ __forceinline__ float group_sum(float v, int width) {
+  for (int o = width / 2; o; o >>= 1) v = __fadd_rn(v, __shfl_xor_sync(ALL_LANES, v, o));
   return v;
 }
 
 // Quantises one head of one token: a warp, lane l holding elements 2 l, 2 l + 1 and, for D = 128,
-// 64 + 2 l, 65 + 2 l (pairs v[0], v[1] and v[2], v[3]). codes: the token's row; scales: its scales.
+// 64 + 2 l, 65 + 2 l (pairs v[0], v[1] and v[2], v[3]). codes, scales: the token's row in its page;
+// near_codes, near_scales: a second place for the same.
 template <int FORMAT, int D>
-__device__ __forceinline__ void store_head(void* codes, __half* scales, const float* v) {
+__device__ __forceinline__ void store_head(void* codes, __half* scales, void* near_codes,
+                                           __half* near_scales, const float* v) {
   int lane = threadIdx.x & 31;
 #pragma unroll
   for (int h = 0; h < D / 64; h++) {
     float lo = v[2 * h], hi = v[2 * h + 1];
     int at = h * 32 + lane;  // index of the pair
     if constexpr (FORMAT == KV_BF16) {
-      reinterpret_cast<__nv_bfloat162*>(codes)[at] = __floats2bfloat162_rn(lo, hi);
+      __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
+      reinterpret_cast<__nv_bfloat162*>(codes)[at] = pair;
+      reinterpret_cast<__nv_bfloat162*>(near_codes)[at] = pair;
     } else {
       constexpr int LANES = KV_GROUP / 2;
       float amax = group_max(fmaxf(fabsf(lo), fabsf(hi)), LANES);
       u32 best_codes = 0;
       __half best_scale = __float2half_rn(0.f);
-      double best_loss = 0.;
+      float best_loss = 0.f;
 #pragma unroll
       for (int top = 6; top >= 4; top -= 2) {
         __half stored = __float2half_rn(__fdiv_rn(amax, static_cast<float>(top)));
@@ -69,14 +73,15 @@ __device__ __forceinline__ void store_head(void* codes, __half* scales, const fl
         float x = scale > 0.f ? __fdiv_rn(lo, scale) : 0.f;
         float y = scale > 0.f ? __fdiv_rn(hi, scale) : 0.f;
         u32 a = encode_e2m1(x), b = encode_e2m1(y);
-        double ea = __fsub_rn(__fmul_rn(e2m1_value(a), scale), lo);
-        double eb = __fsub_rn(__fmul_rn(e2m1_value(b), scale), hi);
-        double loss = group_sum(ea * ea + eb * eb, LANES);
+        float ea = __fsub_rn(__fmul_rn(e2m1_value(a), scale), lo);
+        float eb = __fsub_rn(__fmul_rn(e2m1_value(b), scale), hi);
+        float loss = group_sum(__fadd_rn(__fmul_rn(ea, ea), __fmul_rn(eb, eb)), LANES);
         if (top == 6 || loss < best_loss)
           best_codes = a | b << 4, best_scale = stored, best_loss = loss;
       }
       reinterpret_cast<u8*>(codes)[at] = static_cast<u8>(best_codes);
-      if (lane % LANES == 0) scales[at / LANES] = best_scale;
+      reinterpret_cast<u8*>(near_codes)[at] = static_cast<u8>(best_codes);
+      if (lane % LANES == 0) scales[at / LANES] = near_scales[at / LANES] = best_scale;
     }
   }
 }

@@ -17,11 +17,14 @@ output(float* residual, const u8* __restrict__ w, const float* __restrict__ bias
   auto chunk = [&](int j, int) {
     return w + static_cast<size_t>(tile(j)) * (K / SLICE) * RECORD_BYTES;
   };
+  // No kernel that may still run writes the residual: `down` ended before qkv began.
+  float before = TOKENS == 1 ? row_ahead(residual, rows / TILE) : 0.f;
   stream_tiles<K / SLICE, 1, TOKENS, true>(
       shared, own_tiles(rows / TILE), x, tokens, nullptr, chunk,
       [&](int j, int r, int token, float sum, float) {
         int row = tile(j) * TILE + r;
-        residual[static_cast<size_t>(token) * rows + row] += bias ? sum + bias[row] : sum;
+        float* at = residual + static_cast<size_t>(token) * rows + row;
+        *at = (TOKENS == 1 && j < BATCH ? before : *at) + (bias ? sum + bias[row] : sum);
       });
 }
 CPU_KERNEL(output)

@@ -52,6 +52,33 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], const uint4& a, u32 b0, 
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
+// Thread-block clusters (sm_90 and later): CLUSTER blocks that read each other's shared memory.
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+#if CLUSTER > 1
+__device__ __forceinline__ int cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+// The float that lies at `own`, an address in this block's shared memory, in block `rank`'s.
+__device__ __forceinline__ float peer_float(const float* own, int rank) {
+  u32 address = static_cast<u32>(__cvta_generic_to_shared(own)), mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  float v;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(mapped) : "memory");
+  return v;
+}
+#else
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ void cluster_sync() { __syncthreads(); }
+__device__ __forceinline__ float peer_float(const float* own, int) { return *own; }
+#endif
 #if BULK
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
@@ -90,6 +117,10 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes,
 }
 #endif
 #else
+#define CLUSTER 1
+inline int cluster_rank() { return 0; }
+inline void cluster_sync() { __syncthreads(); }
+inline float peer_float(const float* own, int) { return *own; }
 #define SHARED_MEMORY(name) unsigned char* name = reinterpret_cast<unsigned char*>(cpu::block->smem.data())
 inline uint4 load_stream(const void* p) {
   uint4 v;

@@ -1,54 +1,55 @@
-// The choice of experts from router logits, by one warp without a barrier; route.cu computes the
-// logits, and the expert kernels choose for themselves, since each choice would cost a kernel.
+// The choice of experts from router logits; route.cu computes the logits, and the expert kernels
+// choose for themselves, since a kernel for the choice would cost a step.
 #pragma once
 #include "common.cuh"
 
-// The k-th chosen expert and its combine weight are in lane k. Ties go to the lower expert.
-struct Routing {
-  int id;
-  float weight;
+// The chosen experts, most probable first, and their combine weights.
+template <int CHOSEN>
+struct Choice {
+  int id[CHOSEN];
+  float weight[CHOSEN];
 };
 
-// logits float32 [COUNT] in memory that an earlier kernel wrote. NORMALIZED: weights sum to 1,
-// else they are softmax over all experts.
+// Fills `choice` (shared memory) by the first warp of a block, each round the best expert that is left;
+// of equal ones the lower id. Other warps see it after the block's next barrier. logits float32
+// [COUNT] in global memory. NORMALIZED: weights sum to 1, else they are softmax over all experts.
 template <int COUNT, int CHOSEN, bool NORMALIZED>
-__device__ __forceinline__ Routing choose_experts(const float* logits) {
-  constexpr int EACH = (COUNT + 31) / 32;
+__device__ __forceinline__ void choose_experts(Choice<CHOSEN>& choice, const float* logits) {
+  constexpr int HELD = (COUNT + 31) / 32;
   int lane = threadIdx.x & 31;
-  u32 keys[EACH];
+  if (threadIdx.x >= 32) return;
+  u32 keys[HELD];
 #pragma unroll
-  for (int i = 0; i < EACH; i++) {
-    int e = i * 32 + lane;
-    keys[i] = e < COUNT ? ordered(__ldcg(logits + e)) : 0u;
-  }
-  Routing mine = {0, 0.f};
-  float top = 0.f, total = 0.f;
+  for (int i = 0; i < HELD; i++)
+    keys[i] = i * 32 + lane < COUNT ? ordered(__ldcg(logits + i * 32 + lane)) : 0u;
+  float top = 0.f, total = 0.f, mine = 0.f;
 #pragma unroll
   for (int k = 0; k < CHOSEN; k++) {
     u32 best = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) best = max(best, keys[i]);
+    for (int i = 0; i < HELD; i++) best = max(best, keys[i]);
     best = __reduce_max_sync(ALL_LANES, best);
-    u32 id = EACH * 32;
+    u32 id = HELD * 32;
 #pragma unroll
-    for (int i = EACH - 1; i >= 0; i--)
+    for (int i = HELD - 1; i >= 0; i--)
       if (keys[i] == best) id = i * 32 + lane;
     id = __reduce_min_sync(ALL_LANES, id);
     float logit = unordered(best);
     if (k == 0) top = logit;
     if (k == 0 && !NORMALIZED) {
 #pragma unroll
-      for (int i = 0; i < EACH; i++)
+      for (int i = 0; i < HELD; i++)
         if (i * 32 + lane < COUNT) total += expf(unordered(keys[i]) - top);
       total = warp_sum(total);
     }
     float weight = expf(logit - top);
     if (NORMALIZED) total += weight;
-    if (lane == k) mine = {static_cast<int>(id), weight};
+    if (lane == k) mine = weight;
+    if (lane == 0) choice.id[k] = id;
 #pragma unroll
-    for (int i = 0; i < EACH; i++)
+    for (int i = 0; i < HELD; i++)
       if (id == i * 32 + lane) keys[i] = 0u;
   }
-  mine.weight /= total;
-  return mine;
+  if (lane < CHOSEN) choice.weight[lane] = mine / total;
+  __syncwarp();
 }

@@ -23,7 +23,6 @@ from npmoe.engine.request import Request
 from npmoe.engine.runner import Runner
 from npmoe.engine.scheduler import Scheduler
 from npmoe.errors import (
-    DeviceError,
     OutOfMemory,
     PromptError,
     TokenizerError,
@@ -31,8 +30,9 @@ from npmoe.errors import (
 )
 from npmoe.kv.pages import PageAllocator
 from npmoe.kv.storage import KVCache, check_kv_format, kv_bytes_per_token
+from npmoe.models.gpu import GpuModel, check_gpu_support
 from npmoe.models.layers import CausalLM
-from npmoe.models.loader import load_model, open_model
+from npmoe.models.loader import load_model, open_model, stored_formats
 from npmoe.models.specs import ModelSpec
 from npmoe.ops.linear import FEW_TOKENS
 from npmoe.runtime.device import free_memory, resolve_device
@@ -100,15 +100,12 @@ class LLM:
         )
         policy = parse_weights(weights)
         self.device = resolve_device(device)
-        if self.device == "cuda":
-            raise DeviceError(
-                "an NVIDIA GPU was found, but this version of npmoe has no CUDA kernels yet; "
-                "pass device='cpu'"
-            )
         opened = open_model(shipped_model() if path is None else path, tuple(ignore_config_keys))
         self.config = opened.config
         self.spec = opened.spec
         check_kv_format(options.kv_cache, self.spec.head_dim)
+        if self.device == "cuda":
+            check_gpu_support(self.spec, stored_formats(opened), policy, options.kv_cache)
         source = opened.checkpoint.folder
         self.tokenizer = Tokenizer.find(source)
         if self.tokenizer is not None and self.tokenizer.vocab_size > self.config.vocab_size:
@@ -124,7 +121,8 @@ class LLM:
             raise UnsupportedModel(f"{generation}: {error}") from None
         self._check_length(options.max_seq_len)
         model = load_model(opened, policy, self.device, self._quiet)
-        self._warm_up(model, options)
+        if isinstance(model, CausalLM):
+            self._warm_up(model, options)
         self._engine: Engine | None = self._make_engine(model, options)
 
     def _check_length(self, max_seq_len: int | None) -> None:
@@ -155,7 +153,7 @@ class LLM:
         finally:
             notice.cancel()
 
-    def _make_engine(self, model: CausalLM, options: EngineConfig) -> Engine:
+    def _make_engine(self, model: CausalLM | GpuModel, options: EngineConfig) -> Engine:
         spec, kv, size = self.spec, options.kv_cache, options.page_size
         token_bytes = len(spec.layers) * kv_bytes_per_token(kv, spec.num_kv_heads, spec.head_dim)
         free = free_memory(self.device)
@@ -171,7 +169,12 @@ class LLM:
         self.max_seq_len = min(wanted, fitting * size)
         pages_each = math.ceil(self.max_seq_len / size)
         num_pages = min(options.max_num_seqs * pages_each, fitting)
-        cache = _make_cache(spec, num_pages, size, kv, self.device)
+        spare = int(
+            isinstance(model, GpuModel)
+        )  # a scratch page for rows of a graph without a token
+        cache = _make_cache(spec, num_pages + spare, size, kv, self.device)
+        if isinstance(model, GpuModel):
+            model.bind(cache.layers, pages_each)
         short = "" if self.max_seq_len == wanted else f" (the model allows {wanted:,})"
         say(
             f"context {self.max_seq_len:,} tokens{short}, KV cache {kv.key_format}/"

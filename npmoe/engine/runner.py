@@ -6,13 +6,14 @@ from npmoe.batch import Batch
 from npmoe.dtypes import Array
 from npmoe.engine.scheduler import Work
 from npmoe.kv.storage import KVCache
+from npmoe.models.gpu import GpuModel
 from npmoe.models.layers import CausalLM
 
 
 class Runner:
     """Owns the model and the arrays of its cache."""
 
-    def __init__(self, model: CausalLM, cache: KVCache, page_size: int) -> None:
+    def __init__(self, model: CausalLM | GpuModel, cache: KVCache, page_size: int) -> None:
         self.model, self.cache, self.page_size = model, cache, page_size
 
     def run(self, works: list[Work], wants_all: list[bool]) -> list[Array]:

@@ -32,8 +32,7 @@ def _better_of_two(groups: Array, store: Callable[[Array], tuple[Array, Array]])
     for top in (6, 4):
         stored, scale = store(amax / xp.float32(top))
         codes = E2M1.encode(divide(groups, scale))
-        error = decode_table(codes, E2M1_VALUES) * scale[..., None] - groups
-        loss = xp.square(error.astype(xp.float64)).sum(axis=-1)
+        loss = _fold(xp.square(decode_table(codes, E2M1_VALUES) * scale[..., None] - groups))
         if best is None:
             best = (codes, stored, loss)
         else:
@@ -42,6 +41,17 @@ def _better_of_two(groups: Array, store: Callable[[Array], tuple[Array, Array]])
             best = (codes, xp.where(better, stored, best[1]), loss)
     assert best is not None
     return best[0], best[1]
+
+
+def _fold(x: Array) -> Array:
+    """float32 sums over the last axis in the order in which a warp adds them: neighbours first,
+    then the first half to the second until one is left. So a GPU gets the same bits."""
+    if x.shape[-1] % 2 == 0:
+        x = x[..., 0::2] + x[..., 1::2]
+    while x.shape[-1] > 1 and x.shape[-1] % 2 == 0:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x.sum(axis=-1)
 
 
 def encode_fp4(x: Array, group_size: int) -> Encoded:

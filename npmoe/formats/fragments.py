@@ -1,7 +1,7 @@
 """The layout in which the decode kernels read weights; cuda_src/gemv.cuh defines it.
 
-Records of 16 rows x 128 columns, `[..., N / 16, K / 128, record bytes]`: lane 4 g + t of a warp finds
-there the codes of rows g and g + 8, of every group of 32 columns the 8 from 8 t on.
+Records of 16 rows x 128 columns, `[..., N / 16, K / 128, record bytes]`: lane 4 g + t of a warp
+finds there the codes of rows g and g + 8, of every group of 32 columns the 8 from 8 t on.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""The decode step on the GPU: up to 8 sequences, one token each, as launches that a graph captures.
+"""The decode step on the GPU: up to 8 sequences, one token each, as launches for a graph to capture.
 
-Six kernels a layer: qkv, attention (with q/k norm, rotary and the KV write), output, route, gate_up,
-down; then lm_head with the greedy choice, which `embed` of the next step reads on the device.
+Six kernels a layer: qkv, attention (with q/k norm, rotary and the KV write), output, route,
+gate_up, down; then lm_head with the greedy choice, which `embed` of the next step reads on the device.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,10 @@ KV_CODES = {"bf16": 0, "fp4": 1}
 @dataclass(frozen=True)
 class Tuning:
     """Launch shapes that do not change results. splits: parts of the context an attention head is
-    spread over. blocks: thread blocks of a weight kernel; None takes one a multiprocessor."""
+    spread over, a multiple of 8; None fills the GPU. blocks: thread blocks of a weight kernel;
+    None takes one a multiprocessor."""
 
-    splits: int = 32
+    splits: int | None = None
     blocks: int | None = None
 
 
@@ -52,25 +53,28 @@ class DecodeStep:
         self.spec, self.weights, self.cache, self.block_table = spec, weights, cache, block_table
         self.seqs = seqs = block_table.shape[0]
         a = spec.layers[0].attention
-        _check(spec)
+        check_decode_spec(spec)
         self.blocks = self.tuning.blocks or xp.cuda.Device().attributes["MultiProcessorCount"]
         rows = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
         mlp = spec.layers[0].mlp
         assert isinstance(mlp, ExpertSpec)
         experts, top_k = mlp.router.num_experts, mlp.router.top_k
+        width = weights["layers.0.down_proj"].shape[-1]  # padded
         self.x = xp.zeros((seqs, spec.hidden_size), xp.float32)
         self.projected = xp.zeros((seqs, rows), xp.float32)
         self.attended = xp.zeros((seqs, a.num_heads * a.head_dim), xp.float32)
         self.router_logits = xp.zeros((seqs, experts), xp.float32)
-        self.hidden = xp.zeros((seqs, top_k, mlp.intermediate_size), xp.float32)
+        self.hidden = xp.zeros((seqs, top_k, width), xp.float32)
         self.logits = xp.zeros((seqs, spec.vocab_size), xp.float32)
         self.best = xp.zeros(seqs, xp.uint64)
         self.tokens, self.steps = xp.zeros(seqs, xp.int32), xp.zeros(seqs, xp.int32)
         self.seq_lens = xp.zeros(seqs, xp.int32)
         self.history = xp.zeros((seqs, history), xp.int32)
-        parts = seqs * a.num_heads * self.tuning.splits
-        self.partial = xp.zeros(parts * (a.head_dim + 2), xp.float32)
-        self.arrived = xp.zeros(seqs * a.num_kv_heads, xp.uint32)
+        heads = seqs * a.num_kv_heads
+        splits = self.tuning.splits or CLUSTER * max(1, self.blocks // (CLUSTER * heads))
+        self.splits = min(splits, 32 * CLUSTER)
+        self.partial = xp.zeros(3 * seqs * a.num_heads * a.head_dim * self.splits, xp.float32)
+        self.arrived = xp.zeros(heads * CLUSTER, xp.uint32)
         frequencies, factor = rope_frequencies(spec.rope, a.head_dim, spec.max_positions)
         positions = np.arange(block_table.shape[1] * cache[0][0].page_size, dtype=np.int32)
         cos, sin = rope_cos_sin(positions, frequencies, factor)
@@ -169,12 +173,13 @@ class DecodeStep:
             "KV_HEADS": a.num_kv_heads,
             "HEAD_DIM": a.head_dim,
             "PAGE": k.page_size,
+            "CLUSTER": CLUSTER if bulk() else 1,
             "K_FORMAT": KV_CODES[k.format],
             "V_FORMAT": KV_CODES[v.format],
         }
         launch(
             kernel("attention", "attention", **macros),
-            (self.tuning.splits, a.num_kv_heads, self.seqs),
+            (self.splits, a.num_kv_heads, self.seqs),
             256,
             self.attended,
             self.projected,
@@ -196,7 +201,7 @@ class DecodeStep:
 
     def _experts(self, w: dict[str, Any], mlp: ExpertSpec) -> None:
         gate_up, down = w["gate_up_proj"], w["down_proj"]
-        hidden, width, router = self.spec.hidden_size, mlp.intermediate_size, mlp.router
+        hidden, width, router = self.spec.hidden_size, down.shape[-1], mlp.router
         macros = {
             "W_FORMAT": W_CODES[gate_up.format],
             "HIDDEN": hidden,
@@ -275,7 +280,8 @@ class _Stream:
         }
 
 
-RING_BYTES = 102_400
+CLUSTER = 8
+RING_BYTES = 114_000
 MAX_BATCH = 16
 _LAYER_WEIGHTS = (
     *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),
@@ -283,7 +289,10 @@ _LAYER_WEIGHTS = (
 )
 
 
-def _check(spec: ModelSpec) -> None:
+def check_decode_spec(spec: ModelSpec) -> None:
+    """Raises UnsupportedModel for a layer that the decode kernels do not run."""
+    if spec.rope.rope_type == "longrope":
+        raise UnsupportedModel("no decode kernel yet for longrope; use device='cpu'")
     for layer in spec.layers:
         a = layer.attention
         for what, present in (
@@ -292,6 +301,9 @@ def _check(spec: ModelSpec) -> None:
             ("clipped q, k and v", a.clip is not None),
             ("a q/k norm over the projection", a.qk_norm == "projection"),
             (f"head_dim {a.head_dim}", a.head_dim not in (64, 128)),
+            ("more than 8 query heads a KV head", a.num_heads > 8 * a.num_kv_heads),
+            (f"hidden_size {spec.hidden_size}", spec.hidden_size % COLUMNS > 0),
+            (f"heads of {a.num_heads} x {a.head_dim}", a.num_heads * a.head_dim % COLUMNS > 0),
         ):
             if present:
                 raise UnsupportedModel(f"no decode kernel yet for {what}; use device='cpu'")

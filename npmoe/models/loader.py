@@ -27,11 +27,12 @@ from npmoe.formats.quant_tensor import (
     stack,
 )
 from npmoe.models.families import read_model
+from npmoe.models.gpu import GpuModel, prepare_for_gpu
 from npmoe.models.layers import CausalLM
 from npmoe.models.parameters import ROUTER, TABLE, VECTOR, Parameter
 from npmoe.models.specs import ModelSpec
 from npmoe.ops.linear import prepare_linear
-from npmoe.runtime.device import free_memory
+from npmoe.runtime.device import free_memory, to_device
 from npmoe.runtime.progress import progress, say
 
 QUANT_METHOD = "npmoe"
@@ -312,8 +313,8 @@ def running_bytes(format_name: str, shape: tuple[int, ...]) -> float:
 
 def load_model(
     opened: OpenModel, policy: WeightsPolicy, device: str, quiet: bool = False
-) -> CausalLM:
-    """Reads, converts and lays out every parameter.
+) -> CausalLM | GpuModel:
+    """Reads, converts and lays out every parameter; on a GPU, conversion and layout run there.
 
     Raises OutOfMemory before reading when the weights do not fit, and ValueError where a format
     cannot hold a matrix.
@@ -322,14 +323,30 @@ def load_model(
     weights: dict[str, Any] = {}
     for parameter in progress(opened.parameters, "loading weights", quiet):
         w = read_parameter(opened, parameter)
-        if parameter.part != VECTOR:
+        if parameter.part == VECTOR:
+            w = to_device(w, device)
+        else:
+            w = w.map_arrays(lambda a: to_device(a, device))
             w = convert_parameter(parameter, w, policy)
-            w = w if parameter.part == TABLE else prepare_linear(w)
+            if device == "cuda":
+                w = prepare_for_gpu(parameter, w)
+            elif parameter.part != TABLE:
+                w = prepare_linear(w)
         weights[parameter.name] = w
     extra = [n for n in opened.checkpoint.unused() if not n.endswith("inv_freq")]
     if extra:
         say(f"left out {_listing(extra)}: no part of this model's forward pass", quiet)
-    return CausalLM(opened.spec, weights)
+    return GpuModel(opened.spec, weights) if device == "cuda" else CausalLM(opened.spec, weights)
+
+
+def stored_formats(opened: OpenModel) -> dict[str, str]:
+    """Part -> the format in which the checkpoint holds its matrices."""
+    found = {}
+    for parameter in opened.parameters:
+        name = stored_format(opened, parameter)
+        if name is not None:
+            found[parameter.part] = name
+    return found
 
 
 def _check_memory(opened: OpenModel, policy: WeightsPolicy, device: str) -> None:
@@ -340,7 +357,8 @@ def _check_memory(opened: OpenModel, policy: WeightsPolicy, device: str) -> None
             assert native is not None
             target = policy.get(parameter.part, native)
             try:
-                needed += running_bytes(target, parameter.shape)
+                size = running_bytes if device == "cpu" else format_bytes
+                needed += size(target, parameter.shape)
             except ValueError as error:
                 raise cannot_be(parameter, target, error) from None
     free = free_memory(device)

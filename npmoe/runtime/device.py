@@ -7,8 +7,9 @@ read of its compile cache) happen at the first call.
 import ctypes
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -117,8 +118,30 @@ class _LazyJit:
             for name in self.py_func.__code__.co_names:
                 if isinstance(namespace.get(name), _LazyJit):
                     namespace[name] = namespace[name].compile()
-            self._dispatcher = import_module("numba").njit(**self._options)(self.py_func)
+            with _cache_outside_the_package() as numba:
+                self._dispatcher = numba.njit(**self._options)(self.py_func)
         return self._dispatcher
+
+
+_cache_lock = threading.Lock()
+
+
+@contextmanager
+def _cache_outside_the_package() -> Iterator[ModuleType]:
+    """Numba, whose functions made inside keep their compile cache in the user's cache folder.
+
+    Beside the source, where Numba puts it by itself, it would outlive an uninstalled package as a
+    folder `npmoe` that hides an editable install. NUMBA_CACHE_DIR wins.
+    """
+    numba = import_module("numba")
+    with _cache_lock:
+        chosen = numba.config.CACHE_DIR
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        numba.config.CACHE_DIR = chosen or os.path.join(home, "npmoe")
+        try:
+            yield numba
+        finally:
+            numba.config.CACHE_DIR = chosen
 
 
 def jit(function: Callable) -> Callable:
