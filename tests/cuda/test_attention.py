@@ -107,7 +107,7 @@ def run_attention(h: Heads, step: Step) -> tuple[np.ndarray, KVPages, KVPages]:
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray, ...]:
         out = memory.output(seqs, h.heads, h.dim)
-        partial = memory.output(seqs, h.heads, step.splits, h.dim + 2)
+        partial = memory.output(seqs, h.heads, step.splits, 3, h.dim)
         arrived = memory.writable(np.zeros((seqs, h.kv_heads), np.uint32))
         k, v = ([memory.writable(a) for a in p.arrays()] for p in (step.k_pages, step.v_pages))
         norms = (None, None) if step.norms is None else map(memory.read_only, step.norms)

@@ -16,7 +16,7 @@ EPS = 1e-6
 
 @pytest.mark.parametrize(
     ("columns", "experts", "tokens"),
-    [pytest.param(256, 4, 1, marks=pytest.mark.sanitize), (768, 20, 3), (768, 20, 8)],
+    [pytest.param(256, 4, 1, marks=pytest.mark.sanitize), (640, 20, 3), (640, 20, 8)],
 )
 def test_router_logits(columns: int, experts: int, tokens: int) -> None:
     rng = np.random.default_rng(columns + tokens)
@@ -70,7 +70,7 @@ def test_choice_is_that_of_top_k_ref(experts: int, top_k: int, renormalize: bool
         ids = memory.output(len(logits), top_k, dtype=np.int32)
         weights = memory.output(len(logits), top_k)
         launch(
-            *(choose, (len(logits),), 32, ids, weights, memory.read_only(logits)),
+            *(choose, (len(logits),), 64, ids, weights, memory.read_only(logits)),
             seed=seed,
         )
         return ids, weights
