@@ -67,13 +67,42 @@ class Kernel:
 
 
 @functools.cache
-def _sources_digest() -> bytes:
-    """Of everything that a build may include, and of how it is built."""
-    digest = hashlib.blake2b()
-    for path in [HERE / "cuda_cpu.h", *sorted(folder("cuda_src").glob("*.cu*"))]:
-        digest.update(path.read_bytes())
+def _build_folder() -> Path:
+    """Where builds are kept, by what they may include and how they are built."""
+    digest = hashlib.blake2b(digest_size=8)
+    for source in (HERE, folder("cuda_src")):
+        for path in sorted([*source.glob("*.cu*"), *source.glob("*.h")]):
+            digest.update(path.read_bytes())
     digest.update(repr((FLAGS, SANITIZERS, SANITIZE, str(nvidia_include()))).encode())
-    return digest.digest()
+    owned = Path(tempfile.gettempdir()) / f"npmoe-cuda-cpu-{os.getuid()}"
+    owned.mkdir(mode=0o700, exist_ok=True)
+    place = owned / digest.hexdigest()
+    place.mkdir(exist_ok=True)
+    return place
+
+
+@functools.cache
+def _compile_header() -> None:
+    """Compiles cuda_cpu.h once for all: g++ takes the .gch where it finds one."""
+    built = _build_folder() / "cuda_cpu.h.gch"
+    if not built.exists():
+        _compile((HERE / "cuda_cpu.h").read_text(), "c++-header", built)
+
+
+def _compile(code: str, language: str, built: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=built.parent) as work:
+        source, target = Path(work) / f"{built.stem}.cpp", Path(work) / built.name
+        source.write_text(code)
+        folders = [f"-I{f}" for f in (built.parent, HERE, folder("cuda_src"))]
+        run = subprocess.run(
+            ["g++", *FLAGS, *(SANITIZERS if SANITIZE else ()), *folders]
+            + [f"-isystem{nvidia_include()}", "-x", language, str(source), "-o", str(target)],
+            capture_output=True,
+            text=True,
+            env={k: v for k, v in os.environ.items() if k != "LD_PRELOAD"},
+        )
+        assert run.returncode == 0, f"{code[:1000]}\n{run.stderr[:4000]}"
+        target.replace(built)  # whole or not at all, whoever else builds the same
 
 
 @functools.cache
@@ -81,25 +110,10 @@ def _library(stem: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     code = '#include "cuda_cpu.h"\n'  # before the macros: K and the like are names in its headers
     code += "".join(f"#define {name} {value}\n" for name, value in macros)
     code += f'#include "{stem}.cu"\n'
-    key = hashlib.blake2b(code.encode(), key=_sources_digest(), digest_size=12).hexdigest()
-    place = Path(tempfile.gettempdir()) / f"npmoe-cuda-cpu-{os.getuid()}"
-    place.mkdir(mode=0o700, exist_ok=True)
-    built = place / f"{stem}-{key}.so"
+    built = _build_folder() / f"{stem}-{hashlib.blake2b(code.encode()).hexdigest()[:16]}.so"
     if not built.exists():
-        with tempfile.TemporaryDirectory(dir=place) as work:
-            source, target = Path(work) / f"{stem}.cpp", Path(work) / built.name
-            source.write_text(code)
-            include = nvidia_include()
-            run = subprocess.run(
-                ["g++", *FLAGS, *(SANITIZERS if SANITIZE else ())]
-                + [f"-I{HERE}", f"-I{folder('cuda_src')}", f"-isystem{include}"]
-                + [str(source), "-o", str(target)],
-                capture_output=True,
-                text=True,
-                env={k: v for k, v in os.environ.items() if k != "LD_PRELOAD"},
-            )
-            assert run.returncode == 0, f"{stem} {dict(macros)}:\n{run.stderr[:4000]}"
-            target.replace(built)
+        _compile_header()
+        _compile(code, "c++", built)
     return ctypes.CDLL(str(built))
 
 
