@@ -11,27 +11,27 @@
 //   router_logits float32 [tokens][EXPERTS]         in
 //   norm     float32 [HIDDEN]                       in
 // Grid: (any, tokens) blocks of 32 WARPS threads; block (b, token) takes row tiles b, b + gridDim.x, ...
-// Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K, RENORMALIZE; BULK, STAGES,
-// BATCH, WARPS: see gemv.cuh.
+// Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K, RENORMALIZE; BULK, PARTS,
+// STAGES, BATCH, WARPS: see gemv.cuh.
 #include "gemv.cuh"
 #include "route.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
 gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* router_logits,
         const float* x, const float* __restrict__ norm, float eps) {
-  constexpr int EXPERT_TILES = 2 * WIDTH / TILE, SLICES = HIDDEN / SLICE;
+  constexpr int EXPERT_TILES = 2 * WIDTH / TILE, SLICES = HIDDEN / SLICE / PARTS;
   SHARED_MEMORY(shared);
   __shared__ Choice<TOP_K> chosen;
   int token = blockIdx.y;
   grid_wait();
   launch_next();
   choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
-  stream_tiles<SLICES, 1, 1, false>(
+  stream_tiles<SLICES, PARTS, 1, false>(
       shared, own_tiles(TOP_K * EXPERT_TILES), x + static_cast<size_t>(token) * HIDDEN, 1, norm,
-      [&](int j, int) {
+      [&](int j, int part) {
         int at = blockIdx.x + j * gridDim.x;
         size_t tile = static_cast<size_t>(chosen.id[at / EXPERT_TILES]) * EXPERT_TILES;
-        return w + (tile + at % EXPERT_TILES) * SLICES * RECORD_BYTES;
+        return w + ((tile + at % EXPERT_TILES) * PARTS + part) * SLICES * RECORD_BYTES;
       },
       [&](int j, int row, int, float sum, float square) {
         int at = blockIdx.x + j * gridDim.x, slot = at / EXPERT_TILES;
@@ -47,7 +47,7 @@ CPU_KERNEL(gate_up)
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
 down(float* residual, const u8* __restrict__ w, const float* router_logits, const float* hidden) {
-  constexpr int ROW_TILES = HIDDEN / TILE, SLICES = WIDTH / SLICE;
+  constexpr int ROW_TILES = HIDDEN / TILE, SLICES = WIDTH / SLICE / PARTS;
   SHARED_MEMORY(shared);
   __shared__ Choice<TOP_K> chosen;
   int token = blockIdx.y;
@@ -56,11 +56,12 @@ down(float* residual, const u8* __restrict__ w, const float* router_logits, cons
   // No kernel that may still run writes the residual: `output` ended before gate_up began.
   float* rows = residual + static_cast<size_t>(token) * HIDDEN;
   float before = row_ahead(rows, ROW_TILES);
-  stream_tiles<SLICES, TOP_K, 1, true>(
+  stream_tiles<SLICES, TOP_K * PARTS, 1, true>(
       shared, own_tiles(ROW_TILES), hidden + static_cast<size_t>(token) * TOP_K * WIDTH, 1, nullptr,
       [&](int j, int k) {
-        size_t tile = static_cast<size_t>(chosen.id[k]) * ROW_TILES + blockIdx.x + j * gridDim.x;
-        return w + tile * SLICES * RECORD_BYTES;
+        size_t tile = static_cast<size_t>(chosen.id[k / PARTS]) * ROW_TILES + blockIdx.x +
+                      j * gridDim.x;
+        return w + (tile * PARTS + k % PARTS) * SLICES * RECORD_BYTES;
       },
       [&](int j, int row, int, float sum, float) {
         int at = (blockIdx.x + j * gridDim.x) * TILE + row;

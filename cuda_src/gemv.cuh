@@ -18,8 +18,8 @@
 //           14, 5-3 (2), 13, 2-0 (3), so that p = 0 needs one operation to become fp16 and p = 1 two.
 //           E2M1 bits under fp16's sign are the value times 2^-14; FORMAT_SCALE undoes that.
 // With BULK, one thread keeps a ring of STAGES chunks in shared memory full. A chunk is a run of
-// records that follow one another in memory: a row tile, or for the experts' down projection one
-// expert's part of it.
+// records that follow one another in memory: one of the PARTS of a row tile (of one expert, in the
+// experts' down projection).
 // Numerics: fp16 or bf16 products; float32 sums over a group on the tensor core, then groups in
 // order, then the warps of a block in order.
 #pragma once
@@ -32,6 +32,9 @@
 #endif
 #if !defined(BATCH) || !defined(STAGES)
 #error "define BATCH and STAGES"
+#endif
+#ifndef PARTS
+#define PARTS 1
 #endif
 #ifndef WARPS
 #define WARPS 16
@@ -142,8 +145,8 @@ __device__ __forceinline__ float stage_slice(uint4* staged, int slice, int token
 // Streams a block's row tiles through its warps, which share the slices of K between them.
 //   SLICES: K / 128 of a chunk. CHUNKS: chunks a tile; x has 128 SLICES CHUNKS columns a token.
 //   MAX_TOKENS: 1..8. Macros BATCH: tiles between two reductions; STAGES: chunks in the ring. A warp
-//   goes from slice to slice and may skip chunks, but must skip fewer than the ring holds: else it
-//   mistakes one round of a barrier for another, and the first warp does not fetch in time.
+//   goes from slice to slice, by at most STAGES chunks, else it mistakes one round of a barrier for
+//   the one before.
 //   EARLY: fetch before grid_wait (the addresses depend on no kernel that may still run).
 //   shared: dynamic shared memory; npmoe/models/decode.py computes its size.
 //   tiles: this block's number. chunk(j, k): chunk k of its j-th tile.
@@ -163,26 +166,30 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
   u64* full = reinterpret_cast<u64*>(ring + STAGES * CHUNK_BYTES);
   u64* empty = full + STAGES;
   shared = reinterpret_cast<unsigned char*>(empty + STAGES);
-  int fetched = min(STAGES, tiles * CHUNKS);
+  int fetched = 0;
+  auto fetch = [&](int until) {  // chunks before `until`; each goes where one was STAGES before
+#pragma unroll 1
+    for (; fetched < min(until, tiles * CHUNKS); fetched++) {
+      int place = fetched % STAGES;
+      if (fetched >= STAGES) barrier_wait(empty + place, (fetched / STAGES - 1) & 1);
+      bulk_copy(ring + place * CHUNK_BYTES, chunk(fetched / CHUNKS, fetched % CHUNKS), CHUNK_BYTES,
+                full + place);
+    }
+  };
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++) barrier_init(full + i, 1), barrier_init(empty + i, SLICES);
     barrier_init_done();
-#pragma unroll 1
-    for (int c = 0; c < fetched; c++)
-      bulk_copy(ring + c * CHUNK_BYTES, chunk(c / CHUNKS, c % CHUNKS), CHUNK_BYTES, full + c);
+    fetch(STAGES);
   }
 #endif
   uint4* staged = reinterpret_cast<uint4*>(shared);
   float* unscale = reinterpret_cast<float*>(staged + ALL * 2 * MAX_TOKENS * 16);
   float* squares = unscale + ALL * MAX_TOKENS;
   float* partial = squares + WARPS * MAX_TOKENS;  // [BATCH][WARPS][MAX_TOKENS][TILE]
-  constexpr int FACTORS = CHUNKS == 1 ? EACH : 1;
-  float4 factor[FACTORS];
 #pragma unroll
-  for (int s = 0; s < FACTORS; s++)
-    if (weight && warp + s * WARPS < SLICES)
-      factor[s] = __ldg(reinterpret_cast<const float4*>(weight + (warp + s * WARPS) * SLICE) + lane);
+  for (int s = 0; s < EACH; s++)
+    if (weight && warp + s * WARPS < ALL) prefetch(weight + (warp + s * WARPS) * SLICE + lane * 4);
   if (EARLY) {
     grid_wait();
     launch_next();
@@ -190,23 +197,28 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
 #pragma unroll 1
   for (int token = 0; token < tokens; token++) {
     float square = 0.f;
-    float4 q[EACH];
+    constexpr int AT_ONCE = EACH < 6 ? EACH : 4;  // loads in flight
+#pragma unroll 1
+    for (int n = 0; n < EACH; n += AT_ONCE) {
+      float4 q[AT_ONCE];
 #pragma unroll
-    for (int s = 0; s < EACH; s++)
-      if (warp + s * WARPS < ALL)
-        q[s] = __ldcg(reinterpret_cast<const float4*>(
-                          x + (static_cast<size_t>(token) * ALL + warp + s * WARPS) * SLICE) + lane);
+      for (int s = 0; s < AT_ONCE; s++) {
+        int slice = warp + (n + s) * WARPS;
+        const float* row = x + (static_cast<size_t>(token) * ALL + slice) * SLICE;
+        if (slice < ALL) q[s] = __ldcg(reinterpret_cast<const float4*>(row) + lane);
+      }
 #pragma unroll
-    for (int s = 0; s < EACH; s++) {
-      int slice = warp + s * WARPS;
-      if (slice < ALL) {
-        square += q[s].x * q[s].x + q[s].y * q[s].y + q[s].z * q[s].z + q[s].w * q[s].w;
-        if (CHUNKS == 1 && weight) {
-          float4 f = factor[CHUNKS == 1 ? s : 0];
-          q[s].x *= f.x, q[s].y *= f.y, q[s].z *= f.z, q[s].w *= f.w;
+      for (int s = 0; s < AT_ONCE; s++) {
+        int slice = warp + (n + s) * WARPS;
+        if (slice < ALL) {
+          square += q[s].x * q[s].x + q[s].y * q[s].y + q[s].z * q[s].z + q[s].w * q[s].w;
+          if (weight) {
+            float4 f = __ldg(reinterpret_cast<const float4*>(weight + slice * SLICE) + lane);
+            q[s].x *= f.x, q[s].y *= f.y, q[s].z *= f.z, q[s].w *= f.w;
+          }
+          float undo = stage_slice<MAX_TOKENS>(staged, slice, token, q[s]);
+          if (lane == 0) unscale[slice * MAX_TOKENS + token] = undo;
         }
-        float undo = stage_slice<MAX_TOKENS>(staged, slice, token, q[s]);
-        if (lane == 0) unscale[slice * MAX_TOKENS + token] = undo;
       }
     }
     square = warp_sum(square);
@@ -231,25 +243,23 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
       }
 #if BULK
       int c = j * CHUNKS + u / SLICES, stage = c % STAGES;
+      if (threadIdx.x == 0) fetch(c + 1);
       barrier_wait(full + stage, c / STAGES & 1);
       multiply<SETS>(
           sums, ring + stage * CHUNK_BYTES + u % SLICES * RECORD_BYTES,
           [](const u8* p) { return *reinterpret_cast<const uint4*>(p); }, b, undo);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + stage);
-      if (threadIdx.x == 0)
-        for (; fetched < min(c + STAGES, tiles * CHUNKS); fetched++) {  // where chunks before c were
-          int place = fetched % STAGES;
-          barrier_wait(empty + place, (fetched / STAGES - 1) & 1);
-          bulk_copy(ring + place * CHUNK_BYTES, chunk(fetched / CHUNKS, fetched % CHUNKS),
-                    CHUNK_BYTES, full + place);
-        }
+      if (threadIdx.x == 0) fetch(c + STAGES);  // where the chunks before this one were
 #else
       multiply<SETS>(
           sums, chunk(j, u / SLICES) + u % SLICES * RECORD_BYTES,
           [](const u8* p) { return load_stream(p); }, b, undo);
 #endif
     }
+#if BULK
+    if (threadIdx.x == 0) fetch((j + 1) * CHUNKS);  // what other warps still need of this tile
+#endif
     int batch = j % BATCH;
 #pragma unroll
     for (int set = 0; set < SETS; set++) {

@@ -8,7 +8,7 @@
 //   norm   float32 [K]                 in
 //   rows, vocab (rows that count; the rest is padding), tokens int32; eps float32
 // Grid: any number of blocks of 32 WARPS threads; block b takes row tiles b, b + grid, ...
-// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), BULK, STAGES, BATCH, WARPS: see gemv.cuh.
+// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8); BULK, PARTS, STAGES, BATCH, WARPS: see gemv.cuh.
 #include "gemv.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
@@ -16,12 +16,13 @@ lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const f
         const float* __restrict__ norm, int rows, int vocab, int tokens, float eps) {
   SHARED_MEMORY(shared);
   auto tile = [&](int j) { return static_cast<int>(blockIdx.x + j * gridDim.x); };
-  auto chunk = [&](int j, int) {
-    return w + static_cast<size_t>(tile(j)) * (K / SLICE) * RECORD_BYTES;
+  constexpr int SLICES = K / SLICE / PARTS;
+  auto chunk = [&](int j, int part) {
+    return w + (static_cast<size_t>(tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
   u64 mine = 0;
   int mine_token = -1;
-  stream_tiles<K / SLICE, 1, TOKENS, true>(
+  stream_tiles<SLICES, PARTS, TOKENS, true>(
       shared, own_tiles(rows / TILE), x, tokens, norm, chunk,
       [&](int j, int r, int token, float sum, float square) {
         int row = tile(j) * TILE + r;

@@ -6,7 +6,7 @@
 //   x        float32 [tokens][K]       in: attention output, heads one after another
 //   rows, tokens int32
 // Grid: any number of blocks of 32 WARPS threads; block b takes row tiles b, b + grid, ...
-// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), BULK, STAGES, BATCH, WARPS: see gemv.cuh.
+// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8); BULK, PARTS, STAGES, BATCH, WARPS: see gemv.cuh.
 #include "gemv.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
@@ -14,12 +14,13 @@ output(float* residual, const u8* __restrict__ w, const float* __restrict__ bias
        int rows, int tokens) {
   SHARED_MEMORY(shared);
   auto tile = [&](int j) { return static_cast<int>(blockIdx.x + j * gridDim.x); };
-  auto chunk = [&](int j, int) {
-    return w + static_cast<size_t>(tile(j)) * (K / SLICE) * RECORD_BYTES;
+  constexpr int SLICES = K / SLICE / PARTS;
+  auto chunk = [&](int j, int part) {
+    return w + (static_cast<size_t>(tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
   // No kernel that may still run writes the residual: `down` ended before qkv began.
   float before = TOKENS == 1 ? row_ahead(residual, rows / TILE) : 0.f;
-  stream_tiles<K / SLICE, 1, TOKENS, true>(
+  stream_tiles<SLICES, PARTS, TOKENS, true>(
       shared, own_tiles(rows / TILE), x, tokens, nullptr, chunk,
       [&](int j, int r, int token, float sum, float) {
         int row = tile(j) * TILE + r;

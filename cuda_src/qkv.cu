@@ -7,7 +7,7 @@
 //   norm      float32 [K]              in
 //   rows, tokens int32; eps float32
 // Grid: any number of blocks of 32 WARPS threads; block b takes row tiles b, b + grid, ...
-// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), BULK, STAGES, BATCH, WARPS: see gemv.cuh.
+// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8); BULK, PARTS, STAGES, BATCH, WARPS: see gemv.cuh.
 // Alignment: 16 bytes everywhere.
 #include "gemv.cuh"
 
@@ -16,10 +16,11 @@ qkv(float* __restrict__ projected, const u8* __restrict__ w, const float* __rest
     const float* x, const float* __restrict__ norm, int rows, int tokens, float eps) {
   SHARED_MEMORY(shared);
   auto tile = [&](int j) { return static_cast<int>(blockIdx.x + j * gridDim.x); };
-  auto chunk = [&](int j, int) {
-    return w + static_cast<size_t>(tile(j)) * (K / SLICE) * RECORD_BYTES;
+  constexpr int SLICES = K / SLICE / PARTS;
+  auto chunk = [&](int j, int part) {
+    return w + (static_cast<size_t>(tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
-  stream_tiles<K / SLICE, 1, TOKENS, true>(
+  stream_tiles<SLICES, PARTS, TOKENS, true>(
       shared, own_tiles(rows / TILE), x, tokens, norm, chunk,
       [&](int j, int r, int token, float sum, float square) {
         int row = tile(j) * TILE + r;

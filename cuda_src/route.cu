@@ -5,44 +5,60 @@
 //   x    float32 [tokens][K]           in: residual stream
 //   norm float32 [K]                   in
 //   tokens int32; eps float32
-// Grid: EXPERTS / 4 blocks of 128 threads; one warp an expert, weights in registers.
-// Macros: K (multiple of 128), EXPERTS (multiple of 4).
-// Numerics: float32 products and sums, lanes by a butterfly.
+// Grid: EXPERTS blocks of 128 threads; the four warps of a block share K, weights in registers.
+// Macros: K (multiple of 128), EXPERTS.
+// Numerics: float32 products and sums; lanes by a butterfly, then warps in order.
 #include "common.cuh"
 
-#if K % 128 != 0 || EXPERTS % 4 != 0
-#error "route needs K in multiples of 128 and EXPERTS in multiples of 4"
+#if K % 128 != 0
+#error "route needs K in multiples of 128"
 #endif
 
 extern "C" __global__ void __launch_bounds__(128)
 route(float* __restrict__ router_logits, const __nv_bfloat16* __restrict__ w, const float* x,
       const float* __restrict__ norm, int tokens, float eps) {
-  constexpr int EACH = K / 128;
-  int lane = threadIdx.x & 31, expert = blockIdx.x * 4 + (threadIdx.x >> 5);
-  uint2 held[EACH];
+  constexpr int SLICES = K / 128, EACH = (SLICES + 3) / 4;
+  __shared__ float2 parts[4];
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, expert = blockIdx.x;
+  uint2 held[EACH] = {};
+  float4 factor[EACH] = {};
 #pragma unroll
-  for (int i = 0; i < EACH; i++)
-    held[i] = __ldg(reinterpret_cast<const uint2*>(w + static_cast<size_t>(expert) * K + i * 128) +
-                    lane);
+  for (int i = 0; i < EACH; i++) {
+    int slice = warp + i * 4;
+    if (slice < SLICES) {
+      const __nv_bfloat16* row = w + static_cast<size_t>(expert) * K + slice * 128;
+      held[i] = __ldg(reinterpret_cast<const uint2*>(row) + lane);
+      factor[i] = __ldg(reinterpret_cast<const float4*>(norm + slice * 128) + lane);
+    }
+  }
   grid_wait();
   launch_next();
   for (int token = 0; token < tokens; token++) {
-    const float* row = x + static_cast<size_t>(token) * K;
     float sum = 0.f, square = 0.f;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      int at = i * 128 + lane * 4;
-      float4 q = __ldcg(reinterpret_cast<const float4*>(row + at));
-      float4 n = __ldg(reinterpret_cast<const float4*>(norm + at));
-      square += q.x * q.x + q.y * q.y + q.z * q.z + q.w * q.w;
-      sum += __uint_as_float(held[i].x << 16) * (q.x * n.x);
-      sum += __uint_as_float(held[i].x & 0xffff0000u) * (q.y * n.y);
-      sum += __uint_as_float(held[i].y << 16) * (q.z * n.z);
-      sum += __uint_as_float(held[i].y & 0xffff0000u) * (q.w * n.w);
+      int slice = warp + i * 4;
+      if (slice < SLICES) {
+        const float* row = x + static_cast<size_t>(token) * K + slice * 128;
+        float4 q = __ldcg(reinterpret_cast<const float4*>(row) + lane), n = factor[i];
+        square += q.x * q.x + q.y * q.y + q.z * q.z + q.w * q.w;
+        sum += __uint_as_float(held[i].x << 16) * (q.x * n.x);
+        sum += __uint_as_float(held[i].x & 0xffff0000u) * (q.y * n.y);
+        sum += __uint_as_float(held[i].y << 16) * (q.z * n.z);
+        sum += __uint_as_float(held[i].y & 0xffff0000u) * (q.w * n.w);
+      }
     }
     sum = warp_sum(sum);
     square = warp_sum(square);
-    if (lane == 0) router_logits[token * EXPERTS + expert] = sum * rsqrtf(square / K + eps);
+    if (lane == 0) parts[warp] = make_float2(sum, square);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      float2 a = parts[0], b = parts[1], c = parts[2], d = parts[3];
+      float squares = a.y + b.y + c.y + d.y;
+      router_logits[token * EXPERTS + expert] =
+          (a.x + b.x + c.x + d.x) * rsqrtf(squares / K + eps);
+    }
+    __syncthreads();
   }
 }
 CPU_KERNEL(route)

@@ -1,7 +1,8 @@
-"""The decode step on the GPU: up to 8 sequences, one token each, as launches for a graph to capture.
+"""The decode step on the GPU: one token each of up to 8 sequences, as launches for a graph.
 
 Six kernels a layer: qkv, attention (with q/k norm, rotary and the KV write), output, route,
-gate_up, down; then lm_head with the greedy choice, which `embed` of the next step reads on the device.
+gate_up, down; then lm_head with the greedy choice, which `embed` of the next step reads on the
+device.
 """
 
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ class DecodeStep:
         experts = mlp.router.num_experts
         launch(
             kernel("route", "route", K=self.spec.hidden_size, EXPERTS=experts),
-            (experts // 4,),
+            (experts,),
             128,
             self.router_logits,
             w["router"],
@@ -250,29 +251,48 @@ class DecodeStep:
 class _Stream:
     """How gemv.cuh's stream_tiles runs: chunks in its ring, tiles between reductions, memory."""
 
+    parts: int
     stages: int
     batch: int
     warps: int
     shared: int
 
     @classmethod
-    def fit(cls, form: str, slices: int, chunks: int, tokens: int, tiles: int) -> "_Stream":
-        """For chunks of `slices` records, `chunks` a tile, and at most `tiles` tiles a block."""
-        chunk_bytes = slices * RECORD_BYTES[form]
+    def fit(cls, form: str, slices: int, stacked: int, tokens: int, tiles: int) -> "_Stream":
+        """For tiles of `stacked` runs of `slices` records, at most `tiles` tiles a block.
+
+        Raises UnsupportedModel where activations and ring do not fit shared memory.
+        """
+        record = RECORD_BYTES[form]
+        parts = next(
+            p
+            for p in range(1, slices + 1)
+            if slices % p == 0 and (slices // p * record <= CHUNK_BYTES or p == slices)
+        )
+        chunk_bytes = slices // parts * record
         warps = 16 if tokens <= 4 else 8  # more tokens need more registers
-        every = slices * chunks
-        stride = every if every < warps else warps + every % warps  # slices a warp moves on at most
-        stages = max(1 - -stride // slices, min(tiles * chunks, RING_BYTES // chunk_bytes))
         batch = min(tiles, MAX_BATCH)
-        staged = slices * chunks * tokens * (2 * 16 * 16 + 4)
-        shared = staged + warps * tokens * 4 * (1 + ROWS * batch)
+        shared = slices * stacked * tokens * (2 * 16 * 16 + 4)
+        shared += warps * tokens * 4 * (1 + ROWS * batch)
+        stages = 2
         if bulk():
+            every, chunk = slices * stacked, slices // parts
+            stride = every if every < warps else warps + every % warps  # slices a warp moves on
+            skipped = -(-stride // chunk)
+            stages = min(tiles * stacked * parts, max(skipped, RING_BYTES // (chunk_bytes + 16)))
+            stages = min(stages, (MAX_SHARED_BYTES - shared) // (chunk_bytes + 16))
+            if stages < min(skipped, tiles * stacked * parts):
+                raise UnsupportedModel(
+                    f"{every * COLUMNS} columns and {tokens} tokens do not fit a block's memory; "
+                    "use device='cpu'"
+                )
             shared += stages * (chunk_bytes + 16)
-        return cls(stages, batch, warps, shared)
+        return cls(parts, stages, batch, warps, shared)
 
     def macros(self) -> dict[str, int]:
         """What the kernel must know of this."""
         return {
+            "PARTS": self.parts,
             "STAGES": self.stages,
             "BATCH": self.batch,
             "BULK": int(bulk()),
@@ -280,6 +300,8 @@ class _Stream:
         }
 
 
+CHUNK_BYTES = 40_000
+MAX_SHARED_BYTES = 227 * 1024
 CLUSTER = 8
 RING_BYTES = 114_000
 MAX_BATCH = 16

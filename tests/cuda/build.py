@@ -1,4 +1,4 @@
-"""Kernels of cuda_src/ as functions on the CPU: built by g++ behind cuda_cpu.h, called on NumPy arrays.
+"""Kernels of cuda_src/ as functions on NumPy arrays: built by g++ behind cuda_cpu.h.
 
 `kernel` and `launch` are called like those of npmoe.runtime, which they stand in for. Needs g++ and
 NVIDIA's headers (extra `cuda-compile`). With NPMOE_TEST_ASAN=1 kernels are built with
@@ -93,10 +93,10 @@ def _compile(code: str, language: str, built: Path) -> None:
     with tempfile.TemporaryDirectory(dir=built.parent) as work:
         source, target = Path(work) / f"{built.stem}.cpp", Path(work) / built.name
         source.write_text(code)
-        folders = [f"-I{f}" for f in (built.parent, HERE, folder("cuda_src"))]
+        flags = [*FLAGS, *(SANITIZERS if SANITIZE else ()), f"-isystem{nvidia_include()}"]
+        flags += [f"-I{f}" for f in (built.parent, HERE, folder("cuda_src"))]
         run = subprocess.run(
-            ["g++", *FLAGS, *(SANITIZERS if SANITIZE else ()), *folders]
-            + [f"-isystem{nvidia_include()}", "-x", language, str(source), "-o", str(target)],
+            ["g++", *flags, "-x", language, str(source), "-o", str(target)],
             capture_output=True,
             text=True,
             env={k: v for k, v in os.environ.items() if k != "LD_PRELOAD"},

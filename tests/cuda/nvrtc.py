@@ -83,7 +83,8 @@ def _read_log(log: str) -> dict[str, Usage]:
         spills = re.findall(r"(\d+) bytes spill", part)
         registers = re.search(r"Used (\d+) registers", part)
         shared = re.search(r"(\d+) bytes smem", part)
-        assert registers is not None and spills, part
+        assert registers is not None, part
+        assert spills, part
         kernels[name] = Usage(
             int(registers[1]), sum(map(int, spills)), int(shared[1]) if shared else 0
         )

@@ -86,7 +86,12 @@ class Launch:
 
 
 def launches(
-    shape: Shape, weights: str, kv: str | tuple[str, str], seqs: int, bulk: bool, multiprocessors: int
+    shape: Shape,
+    weights: str,
+    kv: str | tuple[str, str],
+    seqs: int,
+    bulk: bool,
+    multiprocessors: int,
 ) -> list[Launch]:
     """What one step launches for one layer of the shape, embedding and lm_head included."""
     seen: list[Launch] = []
@@ -95,7 +100,12 @@ def launches(
         return Specialised(stem, name, tuple(sorted((k, int(v)) for k, v in macros.items())))
 
     def launch(
-        kernel: Specialised, grid: tuple[int, ...], threads: int, *_: Any, shared: int = 0, **__: Any
+        kernel: Specialised,
+        grid: tuple[int, ...],
+        threads: int,
+        *_: Any,
+        shared: int = 0,
+        **__: Any,
     ) -> None:
         seen.append(Launch(kernel, grid, threads, shared))
 

@@ -1,4 +1,4 @@
-"""What the kernel tests share: memory that notices stray writes, weights, and runs under many seeds."""
+"""What the kernel tests share: memory that notices stray writes, weights, runs of many seeds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -124,21 +124,19 @@ def streaming(
     columns: int,
     tiles: int,
     ring: int,
-    chunks: int = 1,
+    stacked: int = 1,
     tokens: int = 1,
     **macros: int,
 ) -> Streaming:
     """A kernel of cuda_src/<stem>.cu, launched as the decode step would.
 
-    columns: of a chunk; `chunks` a row tile; `tiles` row tiles a block at most. ring: how many
-    chunks fit the ring if that is legal (few, so that it wraps round in small cases), 0 for a GPU
-    without bulk copies.
+    columns: of each of the `stacked` matrices side by side; `tiles` row tiles a block at most.
+    Chunks are of 4 records at most; ring: how many fit the ring (few, so that it wraps round in
+    small cases; more where fewer would be wrong), 0 for a GPU without bulk copies.
     """
-    ring_bytes = ring * columns // COLUMNS * RECORD_BYTES[fmt]
-    bulk, ring_size = patch.object(decode, "bulk", lambda: ring > 0), patch.object(
-        decode, "RING_BYTES", ring_bytes
-    )
-    with bulk, ring_size:
-        stream = decode._Stream.fit(fmt, columns // COLUMNS, chunks, tokens, tiles)
+    chunk_bytes = 4 * RECORD_BYTES[fmt]
+    changed = {"CHUNK_BYTES": chunk_bytes, "RING_BYTES": ring * (chunk_bytes + 16)}
+    with patch.multiple(decode, **changed, bulk=lambda: ring > 0):
+        stream = decode._Stream.fit(fmt, columns // COLUMNS, stacked, tokens, tiles)
         macros |= {"W_FORMAT": decode.W_CODES[fmt]} | stream.macros()
     return Streaming(kernel(stem, name, **macros), 32 * stream.warps, stream.shared)

@@ -44,9 +44,10 @@ LENGTHS = [  # splits, length of each sequence with its new token
     (32, (2, 640, 2048)),  # the last one fills all splits
 ]
 SANITIZED = SPECIALISATIONS[2:4]
+MARKS = {True: [pytest.mark.sanitize], False: []}
 by_heads = pytest.mark.parametrize(
     "h",
-    [pytest.param(h, marks=[pytest.mark.sanitize] if h in SANITIZED else []) for h in SPECIALISATIONS],
+    [pytest.param(h, marks=MARKS[h in SANITIZED]) for h in SPECIALISATIONS],
     ids=lambda h: "-".join(map(str, vars(h).values())),
 )
 

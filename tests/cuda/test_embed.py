@@ -1,4 +1,4 @@
-"""cuda_src/embed.cu on the CPU: the state of every sequence moves on, its embedding is looked up."""
+"""cuda_src/embed.cu on the CPU: sequences move on by a token, whose embedding is looked up."""
 
 import numpy as np
 import pytest

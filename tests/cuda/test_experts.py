@@ -68,8 +68,8 @@ def expert_kernel(name: str, case: Case) -> Streaming:
     rows = case.top_k * 2 * case.width if name == "gate_up" else case.hidden
     macros = {"HIDDEN": case.hidden, "WIDTH": case.width, "EXPERTS": case.experts}
     macros |= {"TOP_K": case.top_k, "RENORMALIZE": case.renormalize}
-    chunks, tiles = 1 if name == "gate_up" else case.top_k, -(-rows // ROWS // case.blocks)
-    return streaming("experts", name, case.fmt, columns, tiles, case.ring, chunks, **macros)
+    stacked, tiles = 1 if name == "gate_up" else case.top_k, -(-rows // ROWS // case.blocks)
+    return streaming("experts", name, case.fmt, columns, tiles, case.ring, stacked, **macros)
 
 
 def inputs(case: Case) -> tuple[Any, ...]:

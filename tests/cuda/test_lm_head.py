@@ -90,7 +90,7 @@ def test_lm_head(
 
 @pytest.mark.parametrize("scale", [1, 0, -1])
 def test_ties_go_to_the_lower_row(scale: int) -> None:
-    """Rows 5 and 60 are the best alike; with scale 0 all rows are, and with -1 all but those two."""
+    """Rows 5 and 60 are the best alike; with scale 0 all are, and with -1 all but those two."""
     rng = np.random.default_rng(3)
     rows = np.tile(rng.standard_normal((1, 256)).astype(np.float32) * 0.1, (64, 1))
     rows[[5, 60]] *= 2

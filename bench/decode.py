@@ -1,0 +1,220 @@
+"""Milliseconds a token of the GPU decode step, at full size with random weights, beside the floor.
+
+    python bench/decode.py qwen3-30b-a3b --weights fp4 --kv fp4 --context 1024
+
+The floor is the bytes that a token must read (active weights and cache) over the read bandwidth
+that `roofline` measures on this GPU. A step is embedding, all layers, the vocabulary projection and
+the greedy choice, replayed as one CUDA graph; the median of many replays between events.
+"""
+
+import argparse
+import datetime
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+import npmoe
+from npmoe.config import KVCacheConfig, RopeConfig
+from npmoe.formats.fragments import LAYOUT, RECORD_BYTES, ROWS
+from npmoe.formats.quant_tensor import QuantTensor
+from npmoe.kv.storage import KVCache, kv_bytes_per_token
+from npmoe.models import decode
+from npmoe.models.decode import DecodeStep, Tuning
+from npmoe.models.parameters import ROUTER, TABLE, VECTOR, TensorNames, decoder_parameters
+from npmoe.models.specs import AttentionSpec, ExpertSpec, LayerSpec, ModelSpec, RouterSpec
+from npmoe.runtime.graphs import Graph
+from npmoe.runtime.launch import launch
+from npmoe.runtime.nvrtc import kernel
+
+# hidden, layers, heads, KV heads, experts, experts a token, expert width, vocabulary
+SHAPES = {
+    "qwen3-30b-a3b": (2048, 48, 32, 4, 128, 8, 768, 151936),
+    "seed-67b": (4096, 32, 32, 8, 64, 8, 2560, 128256),
+    "mixtral-8x7b": (4096, 32, 32, 8, 8, 2, 14336, 32000),
+    "olmoe-1b-7b-like": (2048, 16, 16, 16, 64, 8, 1024, 50304),
+}
+HEAD_DIM, PAGE = 128, 64
+RESULTS = Path(__file__).parent / "results" / "decode-h200.json"
+
+
+def model_spec(shape: str) -> ModelSpec:
+    """A decoder of the named shape, with q/k norms per head."""
+    hidden, layers, heads, kv_heads, experts, top_k, width, vocab = SHAPES[shape]
+    attention = AttentionSpec(heads, kv_heads, HEAD_DIM, HEAD_DIM**-0.5, qk_norm="head")
+    layer = LayerSpec(attention, ExpertSpec(RouterSpec(experts, top_k, True), width))
+    return ModelSpec(hidden, vocab, 1e-6, RopeConfig(), 1 << 17, (layer,) * layers, False)
+
+
+def random_bf16(*shape: int, scale: float = 1.0) -> Any:
+    """Normal numbers as bf16 bits, uint16."""
+    out = cp.empty(shape, cp.uint16)
+    flat, step = out.reshape(-1), 1 << 26
+    for start in range(0, flat.size, step):
+        part = flat[start : start + step]
+        values = cp.random.standard_normal(part.size, dtype=cp.float32) * scale
+        part[:] = values.view(cp.uint32) >> 16
+    return out
+
+
+def random_matrix(weight_format: str, shape: tuple[int, ...]) -> QuantTensor:
+    """A weight in fragments with random codes and scales of a plausible size."""
+    *lead, rows, columns = shape
+    grid = (*lead, -(-rows // ROWS), columns // 128)
+    if weight_format == "bf16":
+        records = random_bf16(*grid, RECORD_BYTES["bf16"] // 2, scale=0.02).view(cp.uint8)
+    else:
+        records = cp.random.randint(0, 256, (*grid, RECORD_BYTES["fp4"]), dtype=cp.uint8)
+        scales = cp.random.random((*grid, 64), dtype=cp.float32) * 0.01 + 0.005
+        records[..., 1024:] = scales.astype(cp.float16).view(cp.uint8)
+    return QuantTensor(weight_format, shape, records, layout=LAYOUT)
+
+
+def random_weights(spec: ModelSpec, weight_format: str) -> tuple[dict[str, Any], int]:
+    """All parameters, and the bytes of them that one token reads."""
+    weights: dict[str, Any] = {}
+    read = 0.0
+    for p in decoder_parameters(spec, TensorNames()):
+        if p.part == VECTOR:
+            weights[p.name] = cp.ones(p.shape, cp.float32)
+        elif p.part in (TABLE, ROUTER):
+            weights[p.name] = random_bf16(*p.shape, scale=0.05 if p.part == ROUTER else 1.0)
+            read += weights[p.name].nbytes if p.part == ROUTER else 0
+        else:
+            weights[p.name] = random_matrix(weight_format, p.shape)
+            mlp = spec.layers[0].mlp
+            assert isinstance(mlp, ExpertSpec)
+            share = mlp.router.top_k / mlp.router.num_experts if p.part == "experts" else 1
+            read += weights[p.name].nbytes * share
+    return weights, int(read)
+
+
+def random_cache(spec: ModelSpec, kv: str, batch: int, context: int) -> tuple[KVCache, Any, int]:
+    """A filled cache, its block table, and the bytes of it that one step reads."""
+    config = KVCacheConfig.parse(kv)
+    pages = -(-(context + 64) // PAGE)
+    kv_heads = spec.num_kv_heads
+    cache = KVCache(len(spec.layers), pages * batch, PAGE, kv_heads, HEAD_DIM, config, "cuda")
+    for layer in cache.layers:
+        for half in layer:
+            if half.format == "bf16":
+                half.codes[...] = random_bf16(*half.codes.shape)
+            else:
+                half.codes[...] = cp.random.randint(0, 256, half.codes.shape, dtype=cp.uint8)
+                half.scales[...] = 0.3
+    table = cp.arange(pages * batch, dtype=cp.int32).reshape(batch, pages)
+    bytes_a_token = len(spec.layers) * kv_bytes_per_token(config, kv_heads, HEAD_DIM)
+    return cache, table, int(batch * context * bytes_a_token)
+
+
+def median_ms(graph: Graph, prepare: Any, repeats: int = 30) -> float:
+    """Median milliseconds of a replay, after 0.4 s of replays (the clocks rise under load)."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < 0.4:
+        for _ in range(10):
+            prepare()
+            graph.replay()
+        graph.stream.synchronize()
+    times = []
+    for _ in range(repeats):
+        prepare()
+        before, after = cp.cuda.Event(), cp.cuda.Event()
+        before.record(graph.stream)
+        graph.replay()
+        after.record(graph.stream)
+        after.synchronize()
+        times.append(cp.cuda.get_elapsed_time(before, after))
+    return float(np.median(times))
+
+
+def read_gbps() -> float:
+    """Read bandwidth of this GPU in GB/s, over 4 GiB."""
+    data = cp.random.randint(0, 256, 1 << 32, dtype=cp.uint8)
+    sink = cp.zeros(1, cp.uint32)
+    blocks = 2 * cp.cuda.Device().attributes["MultiProcessorCount"]
+    function = kernel("roofline", "roofline")
+    graph = Graph(lambda: launch(function, (blocks,), 512, sink, data, data.size // 16))
+    return data.size / median_ms(graph, lambda: None, 10) / 1e6
+
+
+def kernel_microseconds(step: DecodeStep, prepare: Any) -> dict[str, float]:
+    """Each kernel in a chain of its own over all layers, microseconds a launch."""
+    found = {}
+    for name in ("qkv", "attention", "output", "route", "gate_up", "down"):
+
+        def only(function: Any, *args: Any, wanted: str = name, **options: Any) -> None:
+            if function.name == wanted:
+                launch(function, *args, **options)
+
+        decode.launch = only
+        try:
+            graph = Graph(step.enqueue)
+        finally:
+            decode.launch = launch
+        found[name] = round(1e3 * median_ms(graph, prepare, 15) / len(step.spec.layers), 2)
+    return found
+
+
+def measure(options: argparse.Namespace, bandwidth: float) -> dict[str, Any]:
+    """One record of the results file."""
+    spec = model_spec(options.shape)
+    weights, weight_bytes = random_weights(spec, options.weights)
+    cache, table, kv_bytes = random_cache(spec, options.kv, options.batch, options.context)
+    step = DecodeStep(spec, weights, cache.layers, table, tuning=Tuning(options.splits))
+    graph = Graph(step.enqueue)
+
+    def prepare() -> None:
+        with graph.stream:
+            step.seq_lens[...] = options.context - 1
+
+    ms = median_ms(graph, prepare)
+    assert bool(cp.isfinite(step.logits).all())
+    total = weight_bytes + kv_bytes
+    record = {
+        "shape": options.shape,
+        "weights": options.weights,
+        "kv": options.kv,
+        "batch": options.batch,
+        "context": options.context,
+        "splits": step.splits,
+        "ms_per_step": round(ms, 4),
+        "floor_ms": round(total / bandwidth / 1e6, 4),
+        "bytes_per_step": total,
+        "read_gbps": round(bandwidth),
+        "sampling": "greedy",
+        "gpu": cp.cuda.runtime.getDeviceProperties(0)["name"].decode(),
+        "cuda_runtime": cp.cuda.runtime.runtimeGetVersion(),
+        "cupy": cp.__version__,
+        "npmoe": npmoe.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+    if options.kernels:
+        record["kernel_us"] = kernel_microseconds(step, prepare)
+    return record
+
+
+def main() -> None:
+    """Measures one configuration, prints it, and appends it to the results file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--weights", choices=RECORD_BYTES, default="fp4")
+    parser.add_argument("--kv", choices=("bf16", "fp4"), default="fp4")
+    parser.add_argument("--batch", type=int, choices=(1, 2, 4, 8), default=1)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--splits", type=int, help="parts of the context; a multiple of 8")
+    parser.add_argument("--kernels", action="store_true", help="time each kernel alone too")
+    parser.add_argument("--bandwidth", type=float, help="GB/s; measured if left out")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    record = measure(options, options.bandwidth or read_gbps())
+    print(json.dumps(record))
+    records = json.loads(options.out.read_text()) if options.out.is_file() else []
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps([*records, record], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""The decode step's kernels on a GPU, whole and in sequence, against the NumPy model."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npmoe.batch import Batch
+from npmoe.config import KVCacheConfig, RopeConfig
+from npmoe.formats.quant_tensor import QuantTensor, quantize
+from npmoe.kv.storage import KVCache
+from npmoe.models.decode import DecodeStep
+from npmoe.models.gpu import prepare_for_gpu
+from npmoe.models.layers import CausalLM
+from npmoe.models.parameters import VECTOR, TensorNames, decoder_parameters
+from npmoe.models.specs import AttentionSpec, ExpertSpec, LayerSpec, ModelSpec, RouterSpec
+from npmoe.ops.linear import prepare_linear
+from npmoe.ops.quantize import KVPages
+from npmoe.runtime.device import cupy, to_device
+
+pytestmark = pytest.mark.gpu
+PAGE, STEPS = 16, 4
+
+
+def tiny_spec(head_dim: int) -> ModelSpec:
+    """Two layers of 8 heads on 2 KV heads, 16 experts of width 192 (padded on the GPU), top 4."""
+    attention = AttentionSpec(8, 2, head_dim, head_dim**-0.5, qk_norm="head")
+    layer = LayerSpec(attention, ExpertSpec(RouterSpec(16, 4, True), 192))
+    return ModelSpec(256, 1000, 1e-6, RopeConfig(), 4096, (layer,) * 2, False)
+
+
+def random_weights(spec: ModelSpec, weight_format: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same random parameters prepared for the CPU and for the GPU."""
+    rng = np.random.default_rng(1)
+    cpu: dict[str, Any] = {}
+    gpu: dict[str, Any] = {}
+    for p in decoder_parameters(spec, TensorNames()):
+        if p.part == VECTOR:
+            cpu[p.name] = rng.uniform(0.5, 1.5, p.shape).astype(np.float32)
+            gpu[p.name] = cupy().asarray(cpu[p.name])
+            continue
+        native = p.part in ("table", "router")
+        values = rng.standard_normal(p.shape, np.float32) * (1.5 / p.shape[-1] ** 0.5)
+        w: QuantTensor = quantize(values, "bf16" if native else weight_format)
+        cpu[p.name] = w if p.part == "table" else prepare_linear(w)
+        gpu[p.name] = prepare_for_gpu(p, w.map_arrays(lambda a: to_device(a, "cuda")))
+    return cpu, gpu
+
+
+def on_gpu(pages: KVPages) -> KVPages:
+    arrays = (None if a is None else cupy().asarray(a) for a in (pages.codes, pages.scales))
+    return KVPages(pages.format, *arrays)
+
+
+CASES = [  # weights, kv, head_dim, sequences, context
+    ("fp4", "fp4", 128, 1, 700),
+    ("fp4", "fp4", 128, 1, 1),
+    ("fp4", "fp4", 128, 8, 65),
+    ("fp4", "bf16", 128, 1, 64),
+    ("bf16", "bf16", 128, 1, 63),
+    ("bf16", "bf16", 64, 2, 300),
+    ("fp4", ("bf16", "fp4"), 64, 2, 100),
+    ("bf16", "fp4", 64, 8, 200),
+]
+
+
+@pytest.mark.parametrize(("weight_format", "kv", "head_dim", "seqs", "context"), CASES)
+def test_steps_agree_with_numpy(weight_format, kv, head_dim, seqs, context) -> None:
+    spec = tiny_spec(head_dim)
+    cpu, gpu = random_weights(spec, weight_format)
+    model = CausalLM(spec, cpu)
+    pages = -(-(context + STEPS) // PAGE)
+    cache = KVCache(2, pages * seqs, PAGE, 2, head_dim, KVCacheConfig.parse(kv))
+    rng = np.random.default_rng(2)
+    tables = rng.permutation(pages * seqs).astype(np.int32).reshape(seqs, pages)
+    lengths = np.array([max(1, context - 3 * s) for s in range(seqs)], np.int32)
+    for s, length in enumerate(lengths):
+        ids, span = rng.integers(0, 1000, length), np.arange(length, dtype=np.int32)
+        slots = tables[s][span // PAGE] * PAGE + span % PAGE
+        ends = np.array([0, length], np.int32)
+        model.forward(
+            Batch(ids, span, slots, ends, ends[1:], tables[s : s + 1], span[:0]), cache.layers
+        )
+    device_cache = [(on_gpu(k), on_gpu(v)) for k, v in cache.layers]
+    step = DecodeStep(spec, gpu, device_cache, cupy().asarray(tables))
+    tokens = rng.integers(0, 1000, seqs).astype(np.int32)
+    step.tokens.set(tokens)
+    step.seq_lens.set(lengths)
+    for t in range(STEPS):
+        positions = lengths + t
+        slots = tables[np.arange(seqs), positions // PAGE] * PAGE + positions % PAGE
+        ends, rows = np.arange(seqs + 1, dtype=np.int32), np.arange(seqs, dtype=np.int32)
+        batch = Batch(tokens, positions, slots, ends, positions + 1, tables, rows)
+        expected = model.forward(batch, cache.layers)
+        step.enqueue()
+        found = step.logits.get()
+        error = np.abs(found - expected).max(axis=1) / np.abs(expected).max(axis=1)
+        assert error.max() < 2e-3, f"step {t}"
+        tokens = expected.argmax(axis=1).astype(np.int32)
+        step.best[...] = 0  # the reference chooses: teacher-forced
+        step.tokens.set(tokens)
+    for mine, theirs in zip(cache.layers, device_cache, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            written = [x != y.get() for x, y in zip(a.arrays(), b.arrays(), strict=True)]
+            assert np.mean([w.mean() for w in written]) < 0.01  # roundings that fell the other way
