@@ -172,7 +172,7 @@ def test_attention(h: Heads, splits: int, lengths: tuple[int, ...]) -> None:
     expected = paged_attention_ref(
         *(q, k_pages, v_pages, step.table, seqs, step.lengths, h.dim**-0.5)
     )
-    assert relative_error(out, expected) < 1e-5
+    assert relative_error(out, expected) < 3e-5
 
 
 @by_heads
