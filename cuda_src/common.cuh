@@ -22,9 +22,9 @@ __device__ __forceinline__ float warp_max(float v) {
   for (int offset = 16; offset; offset >>= 1) v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, offset));
   return v;
 }
-// A float's bits as an unsigned integer of the same order (no NaN).
+// A float's bits as an unsigned integer of the same order (no NaN; both zeros are +0).
 __device__ __forceinline__ u32 ordered(float v) {
-  u32 b = __float_as_uint(v);
+  u32 b = __float_as_uint(v + 0.f);
   return b & 0x80000000u ? ~b : b | 0x80000000u;
 }
 __device__ __forceinline__ float unordered(u32 b) {

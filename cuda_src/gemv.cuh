@@ -144,7 +144,9 @@ __device__ __forceinline__ float stage_slice(uint4* staged, int slice, int token
 
 // Streams a block's row tiles through its warps, which share the slices of K between them.
 //   SLICES: K / 128 of a chunk. CHUNKS: chunks a tile; x has 128 SLICES CHUNKS columns a token.
-//   MAX_TOKENS: 1..8. Macros BATCH: tiles between two reductions; STAGES: chunks in the ring.
+//   MAX_TOKENS: 1..8. Macros BATCH: tiles between two reductions; STAGES: chunks in the ring. A warp
+//   goes from slice to slice, by at most STAGES chunks, else it mistakes one round of a barrier for
+//   the one before.
 //   EARLY: fetch before grid_wait (the addresses depend on no kernel that may still run).
 //   shared: dynamic shared memory; npmoe/models/decode.py computes its size.
 //   tiles: this block's number. chunk(j, k): chunk k of its j-th tile.

@@ -22,7 +22,7 @@ __device__ __forceinline__ void launch_next() {
 }
 
 // Weights come through shared memory by bulk copies where the hardware has them (BULK, sm_90 and
-// later); elsewhere, and on the CPU, they are read from global memory directly.
+// later; the CPU imitates them); elsewhere they are read from global memory directly.
 #ifndef BULK
 #define BULK 0
 #endif
@@ -132,11 +132,14 @@ inline uint4 load_stream(const void* p) {
   memcpy(&v, p, 16);
   return v;
 }
-template <class Decode>
+template <class Decode>  // decode(word, high): one of the two 16-bit numbers of a word
 inline void mma_cpu(float (&c)[4], const uint4& a, u32 b0, u32 b1, Decode decode) {
   struct Operands {
-    u32 a[4], b[2];
-  } mine{{a.x, a.y, a.z, a.w}, {b0, b1}};
+    float a[4][2], b[2][2];
+  } mine;
+  const u32 words[6] = {a.x, a.y, a.z, a.w, b0, b1};
+  for (int i = 0; i < 12; i++)
+    (i < 8 ? mine.a[i / 2] : mine.b[i / 2 - 4])[i % 2] = decode(words[i / 2], i % 2);
   auto sums = cpu::warp_op(~0u, mine, [&](auto of, int lane) {
     std::array<float, 4> out;
     for (int i = 0; i < 4; i++) {
@@ -145,7 +148,7 @@ inline void mma_cpu(float (&c)[4], const uint4& a, u32 b0, u32 b1, Decode decode
       for (int k = 0; k < 16; k++) {
         const Operands& left = of(row % 8 * 4 + k % 8 / 2);
         const Operands& right = of(column * 4 + k % 8 / 2);
-        sum += decode(left.a[row / 8 + 2 * (k / 8)], k & 1) * decode(right.b[k / 8], k & 1);
+        sum += left.a[row / 8 + 2 * (k / 8)][k % 2] * right.b[k / 8][k % 2];
       }
       out[i] = sum;
     }
@@ -165,4 +168,17 @@ inline void mma_bf16(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
     return __uint_as_float(high ? w & 0xffff0000u : w << 16);
   });
 }
+#if BULK
+inline cpu::Mbarrier* mbarrier(u64* p) { return reinterpret_cast<cpu::Mbarrier*>(p); }
+inline void barrier_init(u64* barrier, u32 arrivals) {
+  u8 count = static_cast<u8>(arrivals);
+  *mbarrier(barrier) = {0, count, count, 0, 0};
+}
+inline void barrier_init_done() {}
+inline void barrier_arrive(u64* barrier) { cpu::mbarrier_step(mbarrier(barrier), 1, 0); }
+inline void barrier_wait(u64* barrier, u32 phase) { cpu::mbarrier_wait(mbarrier(barrier), phase); }
+inline void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
+  cpu::bulk_copy(to, from, bytes, mbarrier(barrier));
+}
+#endif
 #endif

@@ -271,17 +271,22 @@ class _Stream:
         )
         chunk_bytes = slices // parts * record
         warps = 16 if tokens <= 4 else 8  # more tokens need more registers
-        batch = min(tiles, MAX_BATCH)
-        shared = slices * stacked * tokens * (2 * 16 * 16 + 4)
-        shared += warps * tokens * 4 * (1 + ROWS * batch)
-        stages = 2
+        batch, stages = min(tiles, MAX_BATCH), 2
+        every, total = slices * stacked, tiles * stacked * parts
+        stride = every if every < warps else warps + every % warps  # slices a warp moves on at most
+        least = min(total, -(-stride // (slices // parts)))
+        staged = every * tokens * (2 * 16 * 16 + 4)
+        shared = staged + warps * tokens * 4 * (1 + ROWS * batch)
+        while bulk() and batch > 1 and shared + least * (chunk_bytes + 16) > MAX_SHARED_BYTES:
+            batch //= 2
+            shared = staged + warps * tokens * 4 * (1 + ROWS * batch)
         if bulk():
-            room = min(RING_BYTES, MAX_SHARED_BYTES - shared) // (chunk_bytes + 16)
-            stages = min(tiles * stacked * parts, room)
-            if stages < 1:
+            stages = min(total, max(least, RING_BYTES // (chunk_bytes + 16)))
+            stages = min(stages, (MAX_SHARED_BYTES - shared) // (chunk_bytes + 16))
+            if stages < least:
                 raise UnsupportedModel(
-                    f"{slices * stacked * COLUMNS} columns and {tokens} tokens do not fit a block's "
-                    "memory; use device='cpu'"
+                    f"{every * COLUMNS} columns and {tokens} tokens do not fit a block's memory; "
+                    "use device='cpu'"
                 )
             shared += stages * (chunk_bytes + 16)
         return cls(parts, stages, batch, warps, shared)

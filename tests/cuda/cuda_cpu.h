@@ -1,0 +1,476 @@
+// Runs CUDA C kernels on the CPU, for tests: included before a .cu, it lets g++ build the file as it is.
+//
+// One fiber per CUDA thread, all on one OS thread; blocks run one after another. A fiber runs until
+// it waits (__syncthreads, a warp operation) or ends, then the scheduler picks the next. The seed
+// decides the order of blocks, warps and lanes:
+//   0  forward, 1 backward; each warp runs as far as it can before the next one starts
+//   *  warps and lanes shuffled again and again
+// so a result that depends on the seed shows a race. Shared memory is filled with POISON (a NaN in
+// every float format) before each block, and the bytes behind dynamic shared memory are checked after it.
+// Bulk copies into shared memory land at once with seed 0, when nothing else can run with 1, and else
+// when a thread waits for them.
+// Reported as an error text: a deadlock, lanes that meet in different warp operations, threads that
+// meet at different barriers, a write past dynamic shared memory, a bulk copy that is misaligned or
+// never waited for, arguments of the wrong type.
+// Types and conversions of half and bf16 are NVIDIA's own headers, which g++ compiles unchanged.
+#pragma once
+#define CUDA_CPU 1
+#if !defined(__x86_64__)
+#error "cuda_cpu.h: add a context switch for this processor"
+#endif
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#undef __global__
+#undef __device__
+#undef __host__
+#undef __shared__
+#undef __constant__
+#undef __forceinline__
+#undef __noinline__
+#undef __launch_bounds__
+#undef __align__
+#define __global__
+#define __device__
+#define __host__
+#define __constant__ static
+// A section of its own, so that it can be poisoned as a whole: see poison_shared.
+#define __shared__ static __attribute__((section("shared_memory")))
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+extern "C" {
+extern unsigned char __start_shared_memory[] __attribute__((weak, visibility("hidden")));
+extern unsigned char __stop_shared_memory[] __attribute__((weak, visibility("hidden")));
+void cpu_switch(void** save, void* load);  // saves this fiber's stack pointer, goes on with another
+#if defined(__SANITIZE_ADDRESS__)
+void __asan_unpoison_memory_region(void const volatile*, size_t);
+#else
+static inline void __asan_unpoison_memory_region(void const volatile*, size_t) {}
+#endif
+}
+asm(R"(
+.text
+.weak cpu_switch
+.type cpu_switch, @function
+cpu_switch:
+  pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
+  ret
+.size cpu_switch, . - cpu_switch
+)");
+
+namespace cpu {
+
+constexpr size_t STACK_BYTES = 128 << 10, GUARD = 4;  // GUARD: uint4 behind dynamic shared memory
+constexpr unsigned char POISON = 0xFF;
+
+enum State { READY, AT_BARRIER, AT_WARP_OP, AT_MBARRIER, ENDED };
+
+struct Mbarrier {  // lies in the kernel's u64
+  uint8_t phase, arrivals, pending, unused;
+  int32_t bytes;
+};
+struct BulkCopy {
+  void* to;
+  const void* from;
+  unsigned bytes;
+  Mbarrier* barrier;
+};
+
+struct Fiber {
+  void* stack_pointer = nullptr;
+  uint3 thread{};
+  int lane = 0, warp = 0, line = 0;  // line: of the barrier it waits at
+  State state = READY;
+  // A warp operation: lanes that take part, what this lane brings, how to compute its result.
+  unsigned mask = 0;
+  const void* brought = nullptr;
+  void* call = nullptr;
+  void (*finish)(void*) = nullptr;
+  Mbarrier* awaits = nullptr;
+};
+
+struct Block {
+  dim3 grid, size;
+  uint3 index{};
+  std::vector<Fiber> fibers;
+  std::vector<uint4> smem;  // dynamic shared memory
+  std::vector<BulkCopy> copies;  // on their way
+  unsigned seed = 0;
+  std::function<void()> run;
+  void* scheduler = nullptr;  // its stack pointer
+  int alive = 0, waiting = 0;
+  std::string error;
+};
+inline Block* block = nullptr;
+inline Fiber* current = nullptr;
+
+struct Random {
+  uint64_t state;
+  unsigned below(unsigned n) {
+    state = state * 6364136223846793005ull + 1442695040888963407ull;
+    return static_cast<unsigned>(state >> 33) % n;
+  }
+  // 0 .. n - 1: forward, backward, or shuffled.
+  std::vector<int> order(int n, unsigned seed) {
+    std::vector<int> all(n);
+    std::iota(all.begin(), all.end(), 0);
+    for (int i = n - 1; i > 0; i--) {
+      if (seed == 1 && i > n - 1 - i) std::swap(all[i], all[n - 1 - i]);
+      if (seed > 1) std::swap(all[i], all[below(i + 1)]);
+    }
+    return all;
+  }
+};
+
+inline void pause() { cpu_switch(&current->stack_pointer, block->scheduler); }
+
+inline void fail(const std::string& what) {  // ends the launch; a fiber does not return from it
+  Block& b = *block;
+  const char* names[] = {"ready", "at a barrier", "in a warp operation", "at an mbarrier", "ended"};
+  int counts[5] = {};
+  for (const Fiber& f : b.fibers) counts[f.state]++;
+  b.error = what + " in block " + std::to_string(b.index.x) + ", " + std::to_string(b.index.y) +
+            ", " + std::to_string(b.index.z) + ":";
+  for (int i = 0; i < 5; i++)
+    if (counts[i]) b.error += " " + std::to_string(counts[i]) + " threads " + names[i] + ";";
+  if (current) pause();
+}
+
+inline void release_if_all_wait(Block& b) {
+  if (!b.alive || b.waiting < b.alive) return;
+  b.waiting = 0;
+  for (Fiber& f : b.fibers)
+    if (f.state == AT_BARRIER) f.state = READY;
+}
+
+inline void barrier(int line) {
+  Block& b = *block;
+  for (const Fiber& f : b.fibers)
+    if (f.state == AT_BARRIER && f.line != line)
+      fail("threads at barriers of lines " + std::to_string(f.line) + " and " + std::to_string(line));
+  current->state = AT_BARRIER, current->line = line;
+  b.waiting++;
+  release_if_all_wait(b);
+  if (current->state == AT_BARRIER) pause();
+}
+
+// Waits until every lane of the mask is here; the last one computes all results.
+inline void meet() {
+  Fiber& me = *current;
+  Fiber* first = &me - me.lane;
+  int lanes = static_cast<int>(block->fibers.data() + block->fibers.size() - first);
+  if (!(me.mask >> me.lane & 1) || (lanes < 32 && me.mask >> lanes)) fail("a wrong warp mask");
+  me.state = AT_WARP_OP;
+  for (int l = 0; l < 32; l++) {
+    if (!(me.mask >> l & 1)) continue;
+    const Fiber& other = first[l];
+    if (other.state != AT_WARP_OP || other.mask != me.mask) return pause();
+    if (other.finish != me.finish) fail("lanes in different warp operations");
+  }
+  for (int l = 0; l < 32; l++)
+    if (me.mask >> l & 1) first[l].finish(first[l].call);
+  for (int l = 0; l < 32; l++)
+    if (me.mask >> l & 1) first[l].state = READY;
+}
+
+// What lane l brought; POISON for a lane outside the mask.
+template <class T>
+struct Lanes {
+  const Fiber* first;
+  unsigned mask;
+  const T& operator()(int l) const {
+    static_assert(std::is_trivially_copyable_v<T>);
+    static const std::array<unsigned char, sizeof(T) + 16> poison = [] {
+      std::array<unsigned char, sizeof(T) + 16> a;
+      a.fill(POISON);
+      return a;
+    }();
+    if (!(mask >> (l & 31) & 1)) return *reinterpret_cast<const T*>(poison.data());
+    return *static_cast<const T*>(first[l & 31].brought);
+  }
+};
+
+// Shuffles, votes and mma: all lanes of the mask meet, then each gets f(lanes, own lane).
+template <class T, class F>
+auto warp_op(unsigned mask, const T& mine, F f) {
+  Fiber& me = *current;
+  struct Call {
+    F& f;
+    Lanes<T> lanes;
+    int lane;
+    decltype(f(Lanes<T>{}, 0)) result;
+  } call{f, {&me - me.lane, mask}, me.lane, {}};
+  me.mask = mask, me.brought = &mine, me.call = &call;
+  me.finish = [](void* p) {
+    Call& c = *static_cast<Call*>(p);
+    c.result = c.f(c.lanes, c.lane);
+  };
+  meet();
+  return call.result;
+}
+
+inline void mbarrier_step(Mbarrier* m, int arrivals, int bytes) {
+  m->pending -= arrivals, m->bytes += bytes;
+  if (m->pending || m->bytes) return;
+  m->phase ^= 1, m->pending = m->arrivals;
+  for (Fiber& f : block->fibers)
+    if (f.state == AT_MBARRIER && f.awaits == m) f.state = READY;
+}
+
+// Lets copies that count at this mbarrier arrive.
+inline void land(Mbarrier* m) {
+  std::vector<BulkCopy>& all = block->copies;
+  for (size_t i = 0; i < all.size();) {
+    BulkCopy c = all[i];
+    if (c.barrier != m) {
+      i++;
+      continue;
+    }
+    all.erase(all.begin() + i);
+    memcpy(c.to, c.from, c.bytes);
+    mbarrier_step(m, 0, -static_cast<int>(c.bytes));
+  }
+}
+
+inline void mbarrier_wait(Mbarrier* m, unsigned phase) {
+  if (block->seed != 1) land(m);
+  while (m->phase == phase) {
+    current->state = AT_MBARRIER, current->awaits = m;
+    pause();
+  }
+}
+
+inline void bulk_copy(void* to, const void* from, unsigned bytes, Mbarrier* m) {
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16)
+    fail("a bulk copy that is not aligned to 16 bytes");
+  mbarrier_step(m, 1, static_cast<int>(bytes));
+  memset(to, POISON, bytes);
+  block->copies.push_back({to, from, bytes, m});
+  if (block->seed == 0) land(m);
+}
+
+inline void fiber_main() {
+  block->run();
+  current->state = ENDED;
+  block->alive--;
+  release_if_all_wait(*block);
+  pause();
+}
+
+__attribute__((no_sanitize("address"))) inline void poison_shared() {
+  for (volatile unsigned char* p = __start_shared_memory; p < __stop_shared_memory; p++) *p = POISON;
+}
+
+inline void run_block(Block& b, unsigned char* stacks, Random& random, unsigned seed) {
+  int count = static_cast<int>(b.fibers.size()), warps = (count + 31) / 32;
+  __asan_unpoison_memory_region(stacks, STACK_BYTES * count);
+  if (!b.smem.empty())
+    memset(static_cast<void*>(b.smem.data()), POISON, b.smem.size() * sizeof(uint4));
+  poison_shared();
+  b.alive = count, b.waiting = 0, b.seed = seed, block = &b;
+  for (int i = 0; i < count; i++) {
+    Fiber& f = b.fibers[i] = Fiber();
+    int x = b.size.x, y = b.size.y;
+    f.thread = uint3{unsigned(i % x), unsigned(i / x % y), unsigned(i / (x * y))};
+    f.lane = i % 32, f.warp = i / 32;
+    void** top = reinterpret_cast<void**>(stacks + STACK_BYTES * (i + 1));
+    *--top = nullptr;                                  // aligned as after a call
+    *--top = reinterpret_cast<void*>(fiber_main);      // where cpu_switch returns to
+    for (int k = 0; k < 6; k++) *--top = nullptr;      // the registers it restores
+    f.stack_pointer = top;
+  }
+  auto run_warp = [&](int w) {
+    bool ran = false;
+    for (int lane : random.order(std::min(32, count - 32 * w), seed)) {
+      Fiber& f = b.fibers[32 * w + lane];
+      if (f.state != READY || !b.error.empty()) continue;
+      ran = true, current = &f;
+      cpu_switch(&b.scheduler, f.stack_pointer);
+      current = nullptr;
+    }
+    return ran;
+  };
+  while (b.alive && b.error.empty()) {
+    bool ran = false;
+    for (int w : random.order(warps, seed))
+      while (run_warp(w)) {
+        ran = true;
+        if (seed > 1 && random.below(4) == 0) break;
+      }
+    if (ran || !b.error.empty()) continue;
+    if (b.copies.empty()) fail("deadlock");
+    else land(b.copies.front().barrier);
+  }
+  if (!b.copies.empty() && b.error.empty()) fail("a bulk copy that nobody waited for");
+}
+
+template <class T>
+constexpr char kind() {
+  if (std::is_pointer_v<T>) return 'P';
+  return std::is_same_v<T, int> ? 'i' : std::is_same_v<T, float> ? 'f' : '?';
+}
+
+// sizes: grid x, y, z, block x, y, z. arguments[i] points at argument i, kinds[i] is its type: P, i or f.
+// Returns an error text or null.
+template <class... A, size_t... I>
+const char* launch(void (*kernel)(A...), const unsigned* sizes, size_t shared, void** arguments,
+                   const char* kinds, unsigned seed, std::index_sequence<I...>) {
+  static std::string error;
+  const char wanted[] = {kind<A>()..., 0};
+  if (strcmp(wanted, kinds)) {
+    error = std::string("takes arguments of types ") + wanted + ", was given " + kinds;
+    return error.c_str();
+  }
+  Block b;
+  b.grid = dim3(sizes[0], sizes[1], sizes[2]), b.size = dim3(sizes[3], sizes[4], sizes[5]);
+  b.run = [&] { kernel(*static_cast<std::remove_cv_t<A>*>(arguments[I])...); };
+#if defined(__SANITIZE_ADDRESS__)
+  size_t used = (shared + 15) / 16, guard = 0;
+#else
+  size_t used = (shared + 15) / 16, guard = GUARD;
+#endif
+  b.smem.resize(used + guard);
+  size_t threads = sizes[3] * sizes[4] * sizes[5];
+  b.fibers.resize(threads);
+  std::unique_ptr<unsigned char, decltype(&free)> stacks(
+      static_cast<unsigned char*>(aligned_alloc(64, STACK_BYTES * threads)), free);
+  Random random{seed};
+  for (int i : random.order(sizes[0] * sizes[1] * sizes[2], seed)) {
+    unsigned at = i, x = sizes[0], y = sizes[1];
+    b.index = uint3{at % x, at / x % y, at / (x * y)};
+    run_block(b, stacks.get(), random, seed);
+    auto* behind = reinterpret_cast<unsigned char*>(b.smem.data() + used);
+    for (size_t g = 0; g < guard * sizeof(uint4) && b.error.empty(); g++)
+      if (behind[g] != POISON) fail("a write past the dynamic shared memory");
+    if (!b.error.empty()) break;
+  }
+  error = b.error;
+  return error.empty() ? nullptr : error.c_str();
+}
+
+template <class... A>
+const char* launch(void (*kernel)(A...), const unsigned* sizes, size_t shared, void** arguments,
+                   const char* kinds, unsigned seed) {
+  return launch(kernel, sizes, shared, arguments, kinds, seed, std::index_sequence_for<A...>{});
+}
+
+}  // namespace cpu
+
+#define CPU_KERNEL(name)                                                                        \
+  extern "C" const char* cpu_##name(const unsigned* sizes, size_t shared, void** arguments,     \
+                                    const char* kinds, unsigned seed) {                         \
+    return cpu::launch(name, sizes, shared, arguments, kinds, seed);                            \
+  }
+
+#define threadIdx (cpu::current->thread)
+#define blockIdx (cpu::block->index)
+#define blockDim (cpu::block->size)
+#define gridDim (cpu::block->grid)
+
+#define __syncthreads() cpu::barrier(__LINE__)
+inline void __syncwarp(unsigned mask = ~0u) {
+  cpu::warp_op(mask, 0, [](auto, int) { return 0; });
+}
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+
+template <class T>
+T __shfl_sync(unsigned mask, T v, int from, int width = 32) {
+  return cpu::warp_op(mask, v, [=](auto of, int l) { return of((l & -width) | (from & (width - 1))); });
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T v, int bits, int width = 32) {
+  return cpu::warp_op(mask, v, [=](auto of, int l) { return of((l ^ bits) < (l | (width - 1)) + 1 ? l ^ bits : l); });
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T v, unsigned by, int width = 32) {
+  return cpu::warp_op(mask, v, [=](auto of, int l) { return of((l & (width - 1)) + int(by) < width ? l + by : l); });
+}
+template <class F>
+unsigned reduce(unsigned mask, unsigned v, F pick) {
+  return cpu::warp_op(mask, v, [=](auto of, int self) {
+    unsigned result = of(self);
+    for (int l = 0; l < 32; l++)
+      if (mask >> l & 1) result = pick(result, of(l));
+    return result;
+  });
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned v) {
+  return reduce(mask, v, [](unsigned a, unsigned b) { return a > b ? a : b; });
+}
+inline unsigned __reduce_min_sync(unsigned mask, unsigned v) {
+  return reduce(mask, v, [](unsigned a, unsigned b) { return a < b ? a : b; });
+}
+inline unsigned __ballot_sync(unsigned mask, int p) {
+  return cpu::warp_op(mask, p != 0, [=](auto of, int) {
+    unsigned votes = 0;
+    for (int l = 0; l < 32; l++) votes |= unsigned((mask >> l & 1) && of(l)) << l;
+    return votes;
+  });
+}
+inline int __any_sync(unsigned mask, int p) { return __ballot_sync(mask, p) != 0; }
+inline int __all_sync(unsigned mask, int p) { return __ballot_sync(mask, !p) == 0; }
+
+// Fibers share one OS thread and do not stop in here.
+template <class T>
+T atomicAdd(T* p, T v) { return std::exchange(*p, T(*p + v)); }
+template <class T>
+T atomicMax(T* p, T v) { return std::exchange(*p, *p < v ? v : *p); }
+template <class T>
+T atomicExch(T* p, T v) { return std::exchange(*p, v); }
+
+template <class T>
+T __ldcg(const T* p) { return *p; }
+template <class T>
+T __ldg(const T* p) { return *p; }
+
+template <class A, class B>
+std::common_type_t<A, B> min(A a, B b) { return a < b ? a : b; }
+template <class A, class B>
+std::common_type_t<A, B> max(A a, B b) { return a > b ? a : b; }
+template <class To, class From>
+To bits_of(From v) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &v, sizeof to);
+  return to;
+}
+inline float __uint_as_float(unsigned v) { return bits_of<float>(v); }
+inline unsigned __float_as_uint(float v) { return bits_of<unsigned>(v); }
+inline float __int_as_float(int v) { return bits_of<float>(v); }
+inline int __float_as_int(float v) { return bits_of<int>(v); }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned pick) {
+  uint64_t both = static_cast<uint64_t>(y) << 32 | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; i++) result |= unsigned(both >> (pick >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return result;
+}
+inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }
+inline float __expf(float v) { return expf(v); }
+inline float rsqrtf(float v) { return 1.f / sqrtf(v); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fdividef(float a, float b) { return a / b; }

@@ -1,0 +1,140 @@
+"""The decode step without a GPU: which kernels it launches, and how, or running them on the CPU."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from npmoe.config import KVCacheConfig, RopeConfig
+from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
+from npmoe.formats.quant_tensor import QuantTensor
+from npmoe.kv.storage import KVCache
+from npmoe.models import decode
+from npmoe.models.specs import AttentionSpec, ExpertSpec, LayerSpec, ModelSpec, RouterSpec
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a mixture-of-experts model."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    top_k: int
+    width: int
+    vocab: int
+    renormalize: bool = True
+
+    def spec(self) -> ModelSpec:
+        attention = AttentionSpec(
+            *(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5), qk_norm="head"
+        )
+        router = RouterSpec(self.experts, self.top_k, self.renormalize)
+        layer = LayerSpec(attention, ExpertSpec(router, self.width))
+        rope = RopeConfig(rope_theta=1e6)
+        layers = (layer,) * self.layers
+        return ModelSpec(self.hidden, self.vocab, 1e-6, rope, 1 << 15, layers, False)
+
+
+class NumPyAsCuPy:
+    """What the decode step takes from CuPy, from NumPy, with the multiprocessors of a GPU."""
+
+    def __init__(self, multiprocessors: int) -> None:
+        device = SimpleNamespace(attributes={"MultiProcessorCount": multiprocessors})
+        self.cuda = SimpleNamespace(Device=lambda: device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+@contextmanager
+def decode_on_cpu(kernel: Any, launch: Any, bulk: bool, multiprocessors: int) -> Iterator[None]:
+    """npmoe.models.decode with these in place of the GPU's."""
+    replaced = {"kernel": kernel, "launch": launch, "bulk": lambda: bulk}
+    replaced["cupy"] = lambda: NumPyAsCuPy(multiprocessors)
+    with ExitStack() as stack:
+        for name, value in replaced.items():
+            stack.enter_context(patch.object(decode, name, value))
+        yield
+
+
+@dataclass(frozen=True)
+class Specialised:
+    """A kernel that was asked for."""
+
+    stem: str
+    name: str
+    macros: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of it: `shared` is dynamic shared memory."""
+
+    kernel: Specialised
+    grid: tuple[int, ...]
+    threads: int
+    shared: int
+
+
+def launches(
+    shape: Shape,
+    weights: str,
+    kv: str | tuple[str, str],
+    seqs: int,
+    bulk: bool,
+    multiprocessors: int,
+) -> list[Launch]:
+    """What one step launches for one layer of the shape, embedding and lm_head included."""
+    seen: list[Launch] = []
+
+    def kernel(stem: str, name: str, **macros: int) -> Specialised:
+        return Specialised(stem, name, tuple(sorted((k, int(v)) for k, v in macros.items())))
+
+    def launch(
+        kernel: Specialised,
+        grid: tuple[int, ...],
+        threads: int,
+        *_: Any,
+        shared: int = 0,
+        **__: Any,
+    ) -> None:
+        seen.append(Launch(kernel, grid, threads, shared))
+
+    one_layer = Shape(**{**vars(shape), "layers": 1})
+    spec = one_layer.spec()
+    cache = KVCache(1, 2, 64, shape.kv_heads, shape.head_dim, KVCacheConfig.parse(kv))
+    table = np.zeros((seqs, 2), np.int32)
+    with decode_on_cpu(kernel, launch, bulk, multiprocessors):
+        step = decode.DecodeStep(spec, empty_weights(shape, weights), cache.layers, table)
+        step.enqueue()
+    return seen
+
+
+def empty_weights(shape: Shape, fmt: str) -> dict[str, Any]:
+    """Weights of one layer that take no memory."""
+
+    def matrix(rows: int, columns: int, *lead: int) -> QuantTensor:
+        grid = (*lead, -(-rows // ROWS), columns // COLUMNS, RECORD_BYTES[fmt])
+        records = np.broadcast_to(np.uint8(0), grid)
+        return QuantTensor(fmt, (*lead, rows, columns), records, layout="fragments")
+
+    s, layer = shape, "layers.0."
+    rows = (s.heads + 2 * s.kv_heads) * s.head_dim
+    return {
+        "embed_tokens": None,
+        "norm": None,
+        "lm_head": matrix(s.vocab, s.hidden),
+        layer + "qkv_proj": matrix(rows, s.hidden),
+        layer + "o_proj": matrix(s.hidden, s.heads * s.head_dim),
+        layer + "gate_up_proj": matrix(2 * s.width, s.hidden, s.experts),
+        layer + "down_proj": matrix(s.hidden, s.width, s.experts),
+    }

@@ -1,0 +1,192 @@
+"""cuda_src/attention.cu on the CPU: what it writes to the cache, and attention over the cache."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from npmoe.config import RopeConfig
+from npmoe.models.decode import KV_CODES
+from npmoe.ops.attention import paged_attention_ref
+from npmoe.ops.norm import rms_norm_ref
+from npmoe.ops.quantize import KVPages, read_kv_pages, write_kv_pages
+from npmoe.ops.rope import rope_cos_sin, rope_frequencies, rope_ref
+from tests.cuda.build import kernel, launch
+from tests.cuda.support import Memory, run_all_orders, same_bits
+from tests.helpers import make_pages, relative_error
+
+EPS = 1e-6
+NO_PAGE = 1 << 28  # a block table's entry that may not be used
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What a kernel is specialised to."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    page: int
+    k_format: str
+    v_format: str
+
+
+SPECIALISATIONS = (
+    Heads(8, 1, 128, 16, "bf16", "bf16"),
+    Heads(8, 2, 64, 16, "fp4", "fp4"),
+    Heads(2, 2, 128, 32, "fp4", "bf16"),
+    Heads(7, 1, 64, 8, "bf16", "fp4"),
+    Heads(4, 1, 128, 64, "fp4", "fp4"),
+)
+LENGTHS = [  # splits, length of each sequence with its new token
+    (1, (1, 65)),  # no combining
+    (4, (63, 128, 129, 257, 300)),
+    (32, (2, 640, 2048)),  # the last one fills all splits
+]
+SANITIZED = SPECIALISATIONS[2:4]
+MARKS = {True: [pytest.mark.sanitize], False: []}
+by_heads = pytest.mark.parametrize(
+    "h",
+    [pytest.param(h, marks=MARKS[h in SANITIZED]) for h in SPECIALISATIONS],
+    ids=lambda h: "-".join(map(str, vars(h).values())),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call: the cache holds all but the last token of each sequence."""
+
+    splits: int
+    lengths: np.ndarray
+    table: np.ndarray
+    projected: np.ndarray
+    norms: tuple[np.ndarray, np.ndarray] | None
+    cos_sin: np.ndarray
+    k_pages: KVPages
+    v_pages: KVPages
+
+
+def make_step(h: Heads, splits: int, lengths: tuple[int, ...], plain: bool) -> Step:
+    """plain: no q/k norm, and a rotation by nothing."""
+    rng = np.random.default_rng(sum(lengths) + h.dim)
+    counts = [-(-length // h.page) for length in lengths]
+    free = rng.permutation(sum(counts) + 2)  # two pages belong to no one
+    table = np.full((len(lengths), max(counts) + 1), NO_PAGE, np.int32)
+    for s, count in enumerate(counts):
+        table[s, :count], free = free[:count], free[count:]
+    cache = []
+    for fmt in (h.k_format, h.v_format):
+        pages = make_pages(fmt, sum(counts) + 2, h.kv_heads, h.dim, h.page)
+        for a in pages.arrays():
+            a.view(np.uint8)[...] = 0xFF  # NaN in bf16, and in fp4's scales
+        for s, length in enumerate(lengths):
+            t = np.arange(length - 1)
+            x = rng.standard_normal((len(t), h.kv_heads, h.dim)).astype(np.float32)
+            write_kv_pages(pages, x, table[s, t // h.page] * h.page + t % h.page)
+        cache.append(pages)
+    rope = RopeConfig(rope_theta=1e4)
+    frequencies, factor = rope_frequencies(rope, h.dim, 4096)
+    positions = np.arange(max(lengths), dtype=np.int32) * (not plain)
+    cos_sin = np.stack(rope_cos_sin(positions, frequencies, factor), axis=-1)
+    norms = rng.uniform(0.5, 1.5, (2, h.dim)).astype(np.float32)
+    projected = rng.standard_normal((len(lengths), (h.heads + 2 * h.kv_heads) * h.dim), np.float32)
+    projected[0, -1] = 300  # an outlier in the new value
+    return Step(
+        *(splits, np.array(lengths, np.int32), table, projected),
+        *(None if plain else (norms[0], norms[1]), cos_sin, *cache),
+    )
+
+
+def run_attention(h: Heads, step: Step) -> tuple[np.ndarray, KVPages, KVPages]:
+    """out `[S, heads, D]`, and the pages afterwards."""
+    seqs = len(step.lengths)
+    attention = kernel(
+        *("attention", "attention"),
+        **{"HEADS": h.heads, "KV_HEADS": h.kv_heads, "HEAD_DIM": h.dim, "PAGE": h.page},
+        **{"K_FORMAT": KV_CODES[h.k_format], "V_FORMAT": KV_CODES[h.v_format]},
+    )
+
+    def run(memory: Memory, seed: int) -> tuple[np.ndarray, ...]:
+        out = memory.output(seqs, h.heads, h.dim)
+        partial = memory.output(seqs, h.heads, step.splits, 3, h.dim)
+        arrived = memory.writable(np.zeros((seqs, h.kv_heads), np.uint32))
+        k, v = ([memory.writable(a) for a in p.arrays()] for p in (step.k_pages, step.v_pages))
+        norms = (None, None) if step.norms is None else map(memory.read_only, step.norms)
+        launch(
+            *(attention, (step.splits, h.kv_heads, seqs), 256, out),
+            *(memory.read_only(step.projected), *norms, memory.read_only(step.cos_sin)),
+            *(*k, *[None] * (2 - len(k)), *v, *[None] * (2 - len(v))),
+            *(memory.read_only(step.table), memory.read_only(step.lengths), partial, arrived),
+            *(step.table.shape[1], EPS, h.dim**-0.5),
+            seed=seed,
+        )
+        assert (arrived == 0).all()
+        return out, *k, *v
+
+    out, *pages = run_all_orders(run)
+    count = len(step.k_pages.arrays())
+    return out, KVPages(h.k_format, *pages[:count]), KVPages(h.v_format, *pages[count:])
+
+
+def new_heads(h: Heads, step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q, k and v of the new tokens `[S, heads, D]` by the definitions."""
+    split = [h.heads * h.dim, (h.heads + h.kv_heads) * h.dim]
+    q, k, v = (
+        a.reshape(len(step.lengths), -1, h.dim) for a in np.split(step.projected, split, axis=1)
+    )
+    cos, sin = np.moveaxis(step.cos_sin[step.lengths - 1], -1, 0)
+    if step.norms is not None:
+        q, k = (rms_norm_ref(a, w, EPS) for a, w in zip((q, k), step.norms, strict=True))
+    return rope_ref(q, cos, sin), rope_ref(k, cos, sin), v
+
+
+def written(step: Step, pages: KVPages, x: np.ndarray) -> KVPages:
+    """The pages with the new tokens' x in their slots, by the formats' encoders."""
+    result = KVPages(pages.format, *(a.copy() for a in pages.arrays()))
+    size, last = pages.page_size, step.lengths - 1
+    page = step.table[np.arange(len(last)), last // size]
+    write_kv_pages(result, x, page * size + last % size)
+    return result
+
+
+def same_pages(a: KVPages, b: KVPages) -> bool:
+    return all(same_bits(x, y) for x, y in zip(a.arrays(), b.arrays(), strict=True))
+
+
+@by_heads
+@pytest.mark.parametrize(("splits", "lengths"), LENGTHS)
+def test_attention(h: Heads, splits: int, lengths: tuple[int, ...]) -> None:
+    step = make_step(h, splits, lengths, plain=False)
+    out, k_pages, v_pages = run_attention(h, step)
+    q, k, v = new_heads(h, step)
+    assert same_pages(v_pages, written(step, step.v_pages, v))
+    # The last bit of the norm may move a key over the border between two codes: a few bytes.
+    by_definition = written(step, step.k_pages, k)
+    for got, want in zip(k_pages.arrays(), by_definition.arrays(), strict=True):
+        assert (got.view(np.uint8) != want.view(np.uint8)).sum() <= 0.02 * k.size
+    for s, length in enumerate(step.lengths):
+        pairs = [read_kv_pages(p, step.table[s], length) for p in (k_pages, by_definition)]
+        assert same_bits(pairs[0][:-1], pairs[1][:-1])
+        assert relative_error(pairs[0][-1], pairs[1][-1]) < 0.2
+    seqs = np.arange(len(lengths) + 1)
+    expected = paged_attention_ref(
+        *(q, k_pages, v_pages, step.table, seqs, step.lengths, h.dim**-0.5)
+    )
+    assert relative_error(out, expected) < 3e-5
+
+
+@by_heads
+def test_written_keys_and_values_are_those_of_the_encoders(h: Heads) -> None:
+    """Bit for bit, for values that are hard: zeros, halves of steps, tiny and huge groups."""
+    step = make_step(h, 2, (1, 70, 130), plain=True)
+    rng = np.random.default_rng(4)
+    rows = step.projected.reshape(-1, 32)  # groups
+    rows[1::7] = 0
+    rows[2::7] = rng.integers(-24, 25, rows[2::7].shape) / 4
+    rows[3::7] *= np.float32(1e-7)  # scales that are subnormal, or nothing, in fp16
+    rows[4::7] *= np.float32(3e4)
+    rows[5::7, 3:] = -0.0
+    _, k_pages, v_pages = run_attention(h, step)
+    _, k, v = new_heads(h, step)
+    assert same_pages(k_pages, written(step, step.k_pages, k))
+    assert same_pages(v_pages, written(step, step.v_pages, v))

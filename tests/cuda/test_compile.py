@@ -1,0 +1,141 @@
+"""Every kernel compiles for every architecture, without spills and within a budget of registers.
+
+NVRTC needs no GPU. The launches are those of real models, as npmoe.models.decode asks for them, one
+layer each; every architecture takes some of them, and together they cover formats and batch sizes.
+What is known to fail is listed with its reason; the test tells when it no longer does.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+
+from npmoe.runtime.resources import folder
+from tests.cuda.nvrtc import Usage, compile_kernels, missing
+from tests.cuda.steps import Shape, Specialised, launches
+
+REASON = missing()
+needs_nvrtc = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+
+QWEN = Shape("qwen3-30b-a3b", 2048, 48, 32, 4, 128, 128, 8, 768, 151936)
+SEED = Shape("seed-67b", 4096, 32, 32, 8, 128, 64, 8, 2560, 128256)
+MIXTRAL = Shape("mixtral-8x7b", 4096, 32, 32, 8, 128, 8, 2, 14336, 32000)
+SMALL_HEADS = Shape("small-heads", 2048, 16, 16, 8, 64, 64, 8, 1024, 50304, renormalize=False)
+
+
+@dataclass(frozen=True)
+class GPU:
+    """shared: dynamic and static shared memory that one block can have, in bytes."""
+
+    architecture: str
+    multiprocessors: int
+    shared: int
+
+    @property
+    def bulk(self) -> bool:
+        """Bulk copies into shared memory, as npmoe.runtime.nvrtc.bulk says it."""
+        return self.architecture >= "sm_90" or len(self.architecture.rstrip("a")) > len("sm_90")
+
+
+A100 = GPU("sm_80", 108, 163 << 10)
+L4 = GPU("sm_89", 58, 99 << 10)
+H200 = GPU("sm_90a", 132, 227 << 10)
+B200 = GPU("sm_100a", 148, 227 << 10)
+RTX5090 = GPU("sm_120a", 170, 99 << 10)
+
+Format = str | tuple[str, str]
+STEPS: list[tuple[GPU, Shape, str, Format, int]] = [  # GPU, model, weights, K and V, sequences
+    (H200, QWEN, "fp4", "fp4", 1),
+    (H200, QWEN, "bf16", "bf16", 4),
+    (H200, SEED, "bf16", "bf16", 1),
+    (H200, SEED, "fp4", "fp4", 8),
+    (H200, MIXTRAL, "fp4", "fp4", 2),
+    (A100, QWEN, "fp4", ("bf16", "fp4"), 8),
+    (A100, SMALL_HEADS, "bf16", "fp4", 1),
+    (L4, SMALL_HEADS, "fp4", ("fp4", "bf16"), 4),
+    (L4, QWEN, "bf16", "bf16", 1),
+    (B200, SEED, "fp4", ("fp4", "bf16"), 1),
+    (B200, QWEN, "bf16", "fp4", 8),
+    (RTX5090, QWEN, "fp4", "fp4", 1),
+    (RTX5090, SMALL_HEADS, "bf16", "bf16", 8),
+]
+REGISTERS = 65536
+BLOCKS = 2
+"""Registers of a multiprocessor, and the blocks that share it."""
+
+STATIC_BYTES = {"gate_up": 256, "down": 256}  # room for shared memory that is not dynamic
+SPILLS = {
+    "sm_100a-seed-67b-fp4-fp4+bf16-1": "gate_up spills 8 bytes",
+    "sm_120a-qwen3-30b-a3b-fp4-fp4-1": "down spills 52 bytes",
+    "sm_120a-small-heads-bf16-bf16-8": "down spills 68 bytes",
+}
+DOES_NOT_FIT = {
+    "sm_120a-qwen3-30b-a3b-fp4-fp4-1": "decode.py sizes rings for 227 KB on every GPU",
+    "sm_120a-small-heads-bf16-bf16-8": "decode.py sizes rings for 227 KB on every GPU",
+}
+
+
+def all_steps(known: dict[str, str]) -> pytest.MarkDecorator:
+    """`parametrize` over STEPS; `known` says which are expected to fail, and why."""
+    params = []
+    for step in STEPS:
+        gpu, shape, weights, kv, seqs = step
+        formats = kv if isinstance(kv, str) else "+".join(kv)
+        name = f"{gpu.architecture}-{shape.name}-{weights}-{formats}-{seqs}"
+        marks = [pytest.mark.xfail(reason=known[name], strict=True)] if name in known else []
+        params.append(pytest.param(step, id=name, marks=marks))
+    return pytest.mark.parametrize("step", params)
+
+
+@needs_nvrtc
+@all_steps(SPILLS)
+def test_no_spills_and_few_registers(step: tuple[GPU, Shape, str, Format, int]) -> None:
+    gpu, shape, weights, kv, seqs = step
+    for launch in launches(shape, weights, kv, seqs, gpu.bulk, gpu.multiprocessors):
+        kernel = launch.kernel
+        usage = compiled(kernel, gpu)[kernel.name]
+        assert usage.spilled == 0, f"{kernel} spills {usage.spilled} bytes"
+        budget = REGISTERS // BLOCKS // launch.threads
+        assert usage.registers <= budget, f"{kernel}: {usage.registers} registers of {budget}"
+
+
+def compiled(kernel: Specialised, gpu: GPU) -> dict[str, Usage]:
+    return compile_kernels(kernel.stem, gpu.architecture, dict(kernel.macros))
+
+
+@all_steps(DOES_NOT_FIT)
+def test_shared_memory_fits(step: tuple[GPU, Shape, str, Format, int]) -> None:
+    """Dynamic shared memory of every launch, with room for static arrays."""
+    gpu, shape, weights, kv, seqs = step
+    for launch in launches(shape, weights, kv, seqs, gpu.bulk, gpu.multiprocessors):
+        wanted = launch.shared + STATIC_BYTES.get(launch.kernel.name, 0)
+        assert wanted <= gpu.shared, f"{launch.kernel} wants {wanted} bytes of {gpu.shared}"
+
+
+def test_every_source_is_launched() -> None:
+    stems = {path.stem for path in folder("cuda_src").glob("*.cu")}
+    asked = {x.kernel.stem for x in launches(QWEN, "fp4", "fp4", 1, True, 132)}
+    assert stems - asked == {"roofline"}  # a bench, see below
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("gpu", [A100, L4, H200, B200, RTX5090], ids=lambda gpu: gpu.architecture)
+def test_roofline_compiles(gpu: GPU) -> None:
+    assert compiled(Specialised("roofline", "roofline", ()), gpu)["roofline"].spilled == 0
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("stem", "macros", "message"),
+    [
+        ("route", {"K": 100, "EXPERTS": 8}, "route needs K"),
+        ("qkv", {"K": 256, "TOKENS": 1, "WARPS": 8}, "define W_FORMAT"),
+        (
+            "attention",
+            {"HEADS": 64, "KV_HEADS": 4, "HEAD_DIM": 128, "PAGE": 16, "K_FORMAT": 0, "V_FORMAT": 0},
+            "1 to 8 query heads",
+        ),
+    ],
+)
+def test_a_wrong_macro_is_named(stem: str, macros: dict[str, int], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        compile_kernels(stem, "sm_90a", macros)

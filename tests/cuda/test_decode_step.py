@@ -1,0 +1,118 @@
+"""The whole decode step on the CPU, kernels, launches and buffers, against the NumPy model."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npmoe.batch import Batch
+from npmoe.config import KVCacheConfig
+from npmoe.formats.fragments import to_fragments
+from npmoe.formats.quant_tensor import QuantTensor, quantize
+from npmoe.kv.storage import KVCache
+from npmoe.models import decode
+from npmoe.models.layers import CausalLM
+from npmoe.ops.linear import prepare_linear
+from tests.cuda.build import Kernel, kernel, launch
+from tests.cuda.steps import Shape, decode_on_cpu
+from tests.cuda.test_experts import interleaved
+from tests.cuda.test_lm_head import greedy
+from tests.helpers import relative_error
+
+PAGE, PAGES_EACH = 16, 6
+SHAPE = Shape("tiny", 256, 2, 4, 2, 64, 8, 3, 128, 200)
+
+
+def make_weights(fmt: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same weights for the NumPy model and for the step."""
+    rng = np.random.default_rng(11)
+    s, plain, step = SHAPE, {}, {}
+
+    def matrix(*shape: int) -> QuantTensor:
+        x = rng.standard_normal(shape) * 1.5 / shape[-1] ** 0.5
+        return quantize(x.astype(np.float32), fmt)
+
+    def put(name: str, w: QuantTensor) -> None:
+        plain[name] = prepare_linear(w)
+        step[name] = to_fragments(interleaved(w) if name.endswith("gate_up_proj") else w)
+
+    def vector(name: str, size: int) -> None:
+        plain[name] = step[name] = rng.uniform(0.5, 1.5, size).astype(np.float32)
+
+    table = quantize(rng.standard_normal((s.vocab, s.hidden)).astype(np.float32), "bf16")
+    plain["embed_tokens"], step["embed_tokens"] = table, table.codes
+    for i in range(s.layers):
+        layer = f"layers.{i}."
+        vector(layer + "input_layernorm", s.hidden)
+        vector(layer + "post_attention_layernorm", s.hidden)
+        vector(layer + "q_norm", s.head_dim)
+        vector(layer + "k_norm", s.head_dim)
+        put(layer + "qkv_proj", matrix((s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden))
+        put(layer + "o_proj", matrix(s.hidden, s.heads * s.head_dim))
+        router = quantize(rng.standard_normal((s.experts, s.hidden)).astype(np.float32), "bf16")
+        plain[layer + "router"], step[layer + "router"] = prepare_linear(router), router.codes
+        put(layer + "gate_up_proj", matrix(s.experts, 2 * s.width, s.hidden))
+        put(layer + "down_proj", matrix(s.experts, s.hidden, s.width))
+    vector("norm", s.hidden)
+    put("lm_head", matrix(s.vocab, s.hidden))
+    return plain, step
+
+
+def make_cache(kv: str | tuple[str, str], seqs: int) -> KVCache:
+    config = KVCacheConfig.parse(kv)
+    pages = PAGES_EACH * seqs
+    return KVCache(SHAPE.layers, pages, PAGE, SHAPE.kv_heads, SHAPE.head_dim, config)
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv", "lengths", "bulk"),
+    [
+        ("fp4", "fp4", (70,), True),
+        ("bf16", ("bf16", "fp4"), (17, 1, 64), False),
+    ],
+)
+def test_a_step_is_that_of_the_model(
+    weights: str, kv: str | tuple[str, str], lengths: tuple[int, ...], bulk: bool
+) -> None:
+    """Four steps, each feeding the next its greedy token; the prompt runs in NumPy."""
+    plain, on_device = make_weights(weights)
+    model, seqs = CausalLM(SHAPE.spec(), plain), len(lengths)
+    rng = np.random.default_rng(5)
+    tables = rng.permutation(PAGES_EACH * seqs).astype(np.int32).reshape(seqs, -1)
+    cache, expected_cache = make_cache(kv, seqs), make_cache(kv, seqs)
+
+    def forward(tokens: np.ndarray, counts: np.ndarray, total: np.ndarray) -> np.ndarray:
+        """Logits of the last of each sequence's `counts` tokens, which end at `total`."""
+        starts = total - counts
+        spans = [np.arange(a, b, dtype=np.int32) for a, b in zip(starts, total, strict=True)]
+        slots = [t[p // PAGE] * PAGE + p % PAGE for t, p in zip(tables, spans, strict=True)]
+        edges = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        batch = Batch(
+            *(tokens, np.concatenate(spans), np.concatenate(slots), edges, total, tables),
+            (edges[1:] - 1).astype(np.int32),
+        )
+        return model.forward(batch, expected_cache.layers)
+
+    total = np.array(lengths, np.int32)
+    tokens = forward(rng.integers(0, SHAPE.vocab, total.sum()).astype(np.int32), total, total)
+    tokens = tokens.argmax(axis=1).astype(np.int32)
+    for ours, theirs in zip(cache.layers, expected_cache.layers, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            for x, y in zip(a.arrays(), b.arrays(), strict=True):
+                x[...] = y
+
+    def run(function: Kernel, *arguments: Any, **options: Any) -> None:
+        launch(function, *arguments, **options, seed=3)
+
+    with decode_on_cpu(kernel, run, bulk, multiprocessors=5):
+        step = decode.DecodeStep(model.spec, on_device, cache.layers, tables)
+        step.tokens[:], step.seq_lens[:] = tokens, total
+        for i in range(4):
+            total = total + 1
+            expected = forward(tokens, np.ones(seqs, np.int32), total)
+            step.enqueue()
+            assert relative_error(step.logits, expected) < 1e-3
+            assert (step.seq_lens == total).all()
+            assert (step.history[:, i] == tokens).all()
+            tokens = expected.argmax(axis=1).astype(np.int32)
+            assert (greedy(step.best) == tokens).all()

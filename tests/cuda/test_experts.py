@@ -1,0 +1,134 @@
+"""cuda_src/experts.cu on the CPU against routing, SwiGLU and both projections in NumPy."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npmoe.formats.fragments import ROWS
+from npmoe.formats.quant_tensor import QuantTensor
+from npmoe.ops.experts import swiglu_ref
+from npmoe.ops.norm import rms_norm_ref
+from npmoe.ops.route import top_k_ref
+from tests.cuda.support import (
+    TOLERANCE,
+    Memory,
+    Streaming,
+    activations,
+    codes,
+    run_all_orders,
+    streaming,
+    weight,
+)
+from tests.helpers import relative_error
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """blocks: of each kernel, beside tokens; ring: chunks in the ring, 0 for no bulk copies."""
+
+    name: str
+    fmt: str
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    renormalize: bool
+    tokens: int
+    blocks: int
+    ring: int
+
+
+CASES = (
+    Case("fp4_ring", "fp4", 384, 128, 5, 2, True, 2, 3, 2),
+    Case("bf16_plain", "bf16", 256, 256, 40, 3, False, 3, 5, 0),
+    Case("bf16_ring_wide", "bf16", 128, 1152, 6, 4, True, 1, 5, 2),
+    Case("fp4_plain_many", "fp4", 640, 128, 33, 6, True, 2, 50, 0),  # more blocks than tiles
+    Case("fp4_ring_narrow", "fp4", 256, 128, 7, 6, True, 1, 4, 3),  # a chunk for one warp alone
+)
+SANITIZED = ("fp4_ring",)
+PARAMS = [
+    pytest.param(c, id=c.name, marks=[pytest.mark.sanitize] if c.name in SANITIZED else [])
+    for c in CASES
+]
+
+
+def interleaved(w: QuantTensor) -> QuantTensor:
+    """Gate and up rows in turn, as the kernel wants them."""
+    width = w.shape[-2] // 2
+    order = np.arange(2 * width).reshape(2, width).T.ravel()
+    return w.map_arrays(lambda a: a[..., order, :])
+
+
+def expert_kernel(name: str, case: Case) -> Streaming:
+    columns = case.hidden if name == "gate_up" else case.width
+    rows = case.top_k * 2 * case.width if name == "gate_up" else case.hidden
+    macros = {"HIDDEN": case.hidden, "WIDTH": case.width, "EXPERTS": case.experts}
+    macros |= {"TOP_K": case.top_k, "RENORMALIZE": case.renormalize}
+    stacked, tiles = 1 if name == "gate_up" else case.top_k, -(-rows // ROWS // case.blocks)
+    return streaming("experts", name, case.fmt, columns, tiles, case.ring, stacked, **macros)
+
+
+def inputs(case: Case) -> tuple[Any, ...]:
+    rng = np.random.default_rng(case.hidden + case.width)
+    gate_up = weight(rng, case.fmt, case.experts, 2 * case.width, case.hidden)
+    down = weight(rng, case.fmt, case.experts, case.hidden, case.width)
+    logits = rng.standard_normal((case.tokens, case.experts)).astype(np.float32)
+    logits[0, 3:] = logits[0, 1]  # ties across the border of the choice
+    return gate_up, down, logits, rng
+
+
+@pytest.mark.parametrize("case", PARAMS)
+def test_gate_up(case: Case) -> None:
+    w, _, logits, rng = inputs(case)
+    x = activations(rng, case.tokens, case.hidden)
+    norm = rng.uniform(0.5, 1.5, case.hidden).astype(np.float32)
+    gate_up = expert_kernel("gate_up", case)
+    records = codes(interleaved(w))
+
+    def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
+        hidden = memory.output(case.tokens, case.top_k, case.width)
+        gate_up(
+            *((case.blocks, case.tokens), hidden),
+            *(memory.read_only(a) for a in (records, logits, x, norm)),
+            EPS,
+            seed=seed,
+        )
+        return (hidden,)
+
+    (hidden,) = run_all_orders(run)
+    weights, ids = top_k_ref(logits, case.top_k, case.renormalize)
+    normed, dense = rms_norm_ref(x, norm, EPS), w.dequantize()
+    for t in range(case.tokens):
+        gated = swiglu_ref(normed[t] @ dense[ids[t]].transpose(0, 2, 1))
+        assert relative_error(hidden[t], weights[t, :, None] * gated) < 2 * TOLERANCE[case.fmt]
+
+
+@pytest.mark.parametrize("case", PARAMS)
+def test_down(case: Case) -> None:
+    _, w, logits, rng = inputs(case)
+    hidden = activations(rng, case.tokens, case.top_k, case.width)
+    before = rng.standard_normal((case.tokens, case.hidden)).astype(np.float32)
+    down = expert_kernel("down", case)
+    records = codes(w)
+
+    def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
+        residual = memory.writable(before)
+        down(
+            *((case.blocks, case.tokens), residual),
+            *(memory.read_only(a) for a in (records, logits, hidden)),
+            seed=seed,
+        )
+        return (residual,)
+
+    (residual,) = run_all_orders(run)
+    _, ids = top_k_ref(logits, case.top_k, case.renormalize)
+    dense = w.dequantize()
+    expected = [
+        sum(hidden[t, k] @ dense[ids[t, k]].T for k in range(case.top_k))
+        for t in range(case.tokens)
+    ]
+    assert relative_error(residual, before + expected) < TOLERANCE[case.fmt]

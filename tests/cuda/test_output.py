@@ -1,0 +1,61 @@
+"""cuda_src/output.cu on the CPU against a residual add of linear in NumPy."""
+
+import numpy as np
+import pytest
+
+from npmoe.ops.linear import linear_ref
+from tests.cuda.support import (
+    TOLERANCE,
+    Memory,
+    activations,
+    codes,
+    run_all_orders,
+    streaming,
+    weight,
+)
+from tests.helpers import relative_error
+
+SPECIALISATIONS = [  # format, K, TOKENS, row tiles a block at most, chunks in the ring
+    ("fp4", 640, 3, 3, 2),
+    pytest.param("bf16", 1152, 8, 2, 0, marks=pytest.mark.sanitize),
+]
+LAUNCHES = [  # tokens at most, rows, blocks, bias
+    (8, 112, 2, False),
+    (1, 48, 1, True),
+    (7, 16, 2, False),  # more blocks than row tiles
+]
+
+
+@pytest.mark.parametrize(("tokens", "rows", "blocks", "biased"), LAUNCHES)
+@pytest.mark.parametrize(("fmt", "columns", "max_tokens", "tiles", "ring"), SPECIALISATIONS)
+def test_output(
+    fmt: str,
+    columns: int,
+    max_tokens: int,
+    tiles: int,
+    ring: int,
+    tokens: int,
+    rows: int,
+    blocks: int,
+    biased: bool,
+) -> None:
+    tokens = min(tokens, max_tokens)
+    rng = np.random.default_rng(columns + rows)
+    w, x = weight(rng, fmt, rows, columns), activations(rng, tokens, columns)
+    before = rng.standard_normal((tokens, rows)).astype(np.float32)
+    bias = rng.standard_normal(rows).astype(np.float32) if biased else None
+    macros = {"K": columns, "TOKENS": max_tokens}
+    output = streaming("output", "output", fmt, columns, tiles, ring, tokens=max_tokens, **macros)
+
+    def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
+        residual = memory.writable(before)
+        output(
+            *((blocks,), residual, memory.read_only(codes(w))),
+            *(None if bias is None else memory.read_only(bias), memory.read_only(x)),
+            *(rows, tokens),
+            seed=seed,
+        )
+        return (residual,)
+
+    (residual,) = run_all_orders(run)
+    assert relative_error(residual, before + linear_ref(x, w, bias)) < TOLERANCE[fmt]

@@ -1,0 +1,66 @@
+"""cuda_src/qkv.cu on the CPU against norm and linear in NumPy."""
+
+import numpy as np
+import pytest
+
+from npmoe.ops.linear import linear_ref
+from npmoe.ops.norm import rms_norm_ref
+from tests.cuda.support import (
+    TOLERANCE,
+    Memory,
+    activations,
+    codes,
+    run_all_orders,
+    streaming,
+    weight,
+)
+from tests.helpers import relative_error
+
+EPS = 1e-5
+SPECIALISATIONS = [  # format, K, TOKENS, row tiles a block at most, chunks in the ring
+    pytest.param("fp4", 128, 1, 10, 2, marks=pytest.mark.sanitize),  # one slice: warps without work
+    ("fp4", 1152, 8, 4, 0),  # nine slices on eight warps
+    ("bf16", 2176, 4, 20, 3),  # 17 slices on 16 warps
+    ("bf16", 256, 5, 2, 0),
+]
+LAUNCHES = [  # tokens at most, rows, blocks, bias
+    (8, 160, 3, True),
+    (1, 80, 1, False),
+    (3, 32, 5, True),  # more blocks than row tiles
+]
+
+
+@pytest.mark.parametrize(("tokens", "rows", "blocks", "biased"), LAUNCHES)
+@pytest.mark.parametrize(("fmt", "columns", "max_tokens", "tiles", "ring"), SPECIALISATIONS)
+def test_qkv(
+    fmt: str,
+    columns: int,
+    max_tokens: int,
+    tiles: int,
+    ring: int,
+    tokens: int,
+    rows: int,
+    blocks: int,
+    biased: bool,
+) -> None:
+    tokens = min(tokens, max_tokens)
+    rng = np.random.default_rng(columns + rows)
+    w, x = weight(rng, fmt, rows, columns), activations(rng, tokens, columns)
+    norm = rng.uniform(0.5, 1.5, columns).astype(np.float32)
+    bias = rng.standard_normal(rows).astype(np.float32) if biased else None
+    macros = {"K": columns, "TOKENS": max_tokens}
+    qkv = streaming("qkv", "qkv", fmt, columns, tiles, ring, tokens=max_tokens, **macros)
+
+    def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
+        projected = memory.output(tokens, rows)
+        qkv(
+            *((blocks,), projected, memory.read_only(codes(w))),
+            *(None if bias is None else memory.read_only(bias), memory.read_only(x)),
+            *(memory.read_only(norm), rows, tokens, EPS),
+            seed=seed,
+        )
+        return (projected,)
+
+    (projected,) = run_all_orders(run)
+    expected = linear_ref(rms_norm_ref(x, norm, EPS), w, bias)
+    assert relative_error(projected, expected) < TOLERANCE[fmt]
