@@ -143,7 +143,7 @@ def read_gbps() -> float:
 def kernel_microseconds(step: DecodeStep, prepare: Any) -> dict[str, float]:
     """Each kernel in a chain of its own over all layers, microseconds a launch."""
     found = {}
-    for name in ("qkv", "attention", "output", "route", "gate_up", "down"):
+    for name in ("qkv", "attention", "output", "route", "gate_up", "down", "lm_head"):
 
         def only(function: Any, *args: Any, wanted: str = name, **options: Any) -> None:
             if function.name == wanted:
@@ -154,7 +154,8 @@ def kernel_microseconds(step: DecodeStep, prepare: Any) -> dict[str, float]:
             graph = Graph(step.enqueue)
         finally:
             decode.launch = launch
-        found[name] = round(1e3 * median_ms(graph, prepare, 15) / len(step.spec.layers), 2)
+        launches = 1 if name == "lm_head" else len(step.spec.layers)
+        found[name] = round(1e3 * median_ms(graph, prepare, 15) / launches, 2)
     return found
 
 

@@ -20,7 +20,7 @@
 // CLUSTER (8 or 1).
 // Numerics: tensor-core products of exact codes with activations and weights split in a 16-bit head
 // and rest, float32 sums, group scales applied in float32; splits are combined in order.
-// Limit: values in fp4 pages below 1,500 (their scale times 256 must fit fp16).
+// Limit: values in fp4 pages below 49,000 (their scale times 8 must fit fp16).
 #include "kv_formats.cuh"
 
 #if (HEAD_DIM != 64 && HEAD_DIM != 128) || HEADS % KV_HEADS != 0 || HEADS / KV_HEADS > 8
@@ -33,8 +33,8 @@ constexpr int K_ROW = D * KV<K_FORMAT>::BITS / 8, V_ROW = D * KV<V_FORMAT>::BITS
 constexpr int K_WORDS = KV<K_FORMAT>::BITS / 4;  // 32-bit words of 8 elements
 constexpr int V_PARTS = V_ROW / 16, V_EACH = SPAN * V_PARTS / THREADS > 0 ? SPAN * V_PARTS / THREADS : 1;
 constexpr int V_STRIDE = V_ROW + 16;  // in shared memory: rows 2 t on different banks
-constexpr float V_FACTOR = KV<V_FORMAT>::SCALED ? 256.f : 1.f;
-constexpr float V_UNDO = KV<V_FORMAT>::SCALED ? 64.f : 1.f;  // 2^14 of the codes / V_FACTOR
+constexpr float V_FACTOR = KV<V_FORMAT>::SCALED ? 8.f : 1.f;
+constexpr float V_UNDO = KV<V_FORMAT>::SCALED ? 2048.f : 1.f;  // 2^14 of the codes / V_FACTOR
 
 // What a lane needs for norm and rotary, spread as store_head wants the elements.
 struct HeadFactors {

@@ -25,9 +25,12 @@ gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* route
   int token = blockIdx.y;
   grid_wait();
   launch_next();
-  choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
+  auto choose = [&] {
+    choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
+  };
   stream_tiles<SLICES, PARTS, 1, false>(
       shared, own_tiles(TOP_K * EXPERT_TILES), x + static_cast<size_t>(token) * HIDDEN, 1, norm,
+      choose,
       [&](int j, int part) {
         int at = blockIdx.x + j * gridDim.x;
         size_t tile = static_cast<size_t>(chosen.id[at / EXPERT_TILES]) * EXPERT_TILES;
@@ -52,12 +55,15 @@ down(float* residual, const u8* __restrict__ w, const float* router_logits, cons
   __shared__ Choice<TOP_K> chosen;
   int token = blockIdx.y;
   // The router's kernel ended before gate_up let this one begin: its logits may be read early.
-  choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
+  auto choose = [&] {
+    choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
+  };
   // No kernel that may still run writes the residual: `output` ended before gate_up began.
   float* rows = residual + static_cast<size_t>(token) * HIDDEN;
   float before = row_ahead(rows, ROW_TILES);
   stream_tiles<SLICES, TOP_K * PARTS, 1, true>(
       shared, own_tiles(ROW_TILES), hidden + static_cast<size_t>(token) * TOP_K * WIDTH, 1, nullptr,
+      choose,
       [&](int j, int k) {
         size_t tile = static_cast<size_t>(chosen.id[k / PARTS]) * ROW_TILES + blockIdx.x +
                       j * gridDim.x;

@@ -36,6 +36,9 @@
 #ifndef PARTS
 #define PARTS 1
 #endif
+#ifndef RESIDENT
+#define RESIDENT 0  // 1: the ring holds every chunk of a block, nothing is fetched a second time
+#endif
 #ifndef WARPS
 #define WARPS 16
 #endif
@@ -144,21 +147,23 @@ __device__ __forceinline__ float stage_slice(uint4* staged, int slice, int token
 
 // Streams a block's row tiles through its warps, which share the slices of K between them.
 //   SLICES: K / 128 of a chunk. CHUNKS: chunks a tile; x has 128 SLICES CHUNKS columns a token.
-//   MAX_TOKENS: 1..8. Macros BATCH: tiles between two reductions; STAGES: chunks in the ring. A warp
-//   goes from slice to slice, by at most STAGES chunks, else it mistakes one round of a barrier for
-//   the one before.
+//   MAX_TOKENS: 1..8. Macros BATCH: tiles between two reductions; STAGES: chunks in the ring. Every
+//   warp has a slice in every chunk (SLICES >= WARPS), else it could mistake one round of a barrier
+//   for the last but one; or the ring is RESIDENT.
 //   EARLY: fetch before grid_wait (the addresses depend on no kernel that may still run).
 //   shared: dynamic shared memory; npmoe/models/decode.py computes its size.
 //   tiles: this block's number. chunk(j, k): chunk k of its j-th tile.
 //   weight: [columns], multiplies x, or null.
 //   done(j, row, token, sum, sum_squares): called once for each output by some thread; rows of a
 //   tile by neighbouring lanes.
-template <int SLICES, int CHUNKS, int MAX_TOKENS, bool EARLY, class ChunkAt, class Done>
+//   ready(): called by the first warp before the first chunk() (to choose experts, say).
+template <int SLICES, int CHUNKS, int MAX_TOKENS, bool EARLY, class Ready, class ChunkAt, class Done>
 __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, const float* x,
-                                             int tokens, const float* weight, ChunkAt chunk,
-                                             Done done) {
+                                             int tokens, const float* weight, Ready ready,
+                                             ChunkAt chunk, Done done) {
   constexpr int ALL = SLICES * CHUNKS, SETS = (MAX_TOKENS + 3) / 4;
-  constexpr int EACH = (ALL + WARPS - 1) / WARPS;
+  constexpr int EACH = (ALL + WARPS - 1) / WARPS, AT_ONCE = EACH < 6 ? EACH : 4;
+  constexpr bool HOLD = EACH == 1;  // a warp has one slice: its activations stay in registers
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #if BULK
   constexpr int CHUNK_BYTES = SLICES * RECORD_BYTES;
@@ -166,54 +171,68 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
   u64* full = reinterpret_cast<u64*>(ring + STAGES * CHUNK_BYTES);
   u64* empty = full + STAGES;
   shared = reinterpret_cast<unsigned char*>(empty + STAGES);
-  int fetched = 0;
+  int fetched = min(STAGES, tiles * CHUNKS);
   auto fetch = [&](int until) {  // chunks before `until`; each goes where one was STAGES before
 #pragma unroll 1
     for (; fetched < min(until, tiles * CHUNKS); fetched++) {
       int place = fetched % STAGES;
-      if (fetched >= STAGES) barrier_wait(empty + place, (fetched / STAGES - 1) & 1);
+      barrier_wait(empty + place, (fetched / STAGES - 1) & 1);
       bulk_copy(ring + place * CHUNK_BYTES, chunk(fetched / CHUNKS, fetched % CHUNKS), CHUNK_BYTES,
                 full + place);
     }
   };
-  if (threadIdx.x == 0) {
-#pragma unroll 1
-    for (int i = 0; i < STAGES; i++) barrier_init(full + i, 1), barrier_init(empty + i, SLICES);
-    barrier_init_done();
-    fetch(STAGES);
-  }
 #endif
   uint4* staged = reinterpret_cast<uint4*>(shared);
   float* unscale = reinterpret_cast<float*>(staged + ALL * 2 * MAX_TOKENS * 16);
   float* squares = unscale + ALL * MAX_TOKENS;
   float* partial = squares + WARPS * MAX_TOKENS;  // [BATCH][WARPS][MAX_TOKENS][TILE]
+
+  float4 q[AT_ONCE], factor[AT_ONCE];
+  auto load = [&](int token, int n) {  // activations of the n-th and following of a warp's slices
 #pragma unroll
-  for (int s = 0; s < EACH; s++)
-    if (weight && warp + s * WARPS < ALL) prefetch(weight + (warp + s * WARPS) * SLICE + lane * 4);
+    for (int s = 0; s < AT_ONCE; s++) {
+      int slice = warp + (n + s) * WARPS;
+      if (slice < ALL) {
+        size_t at = static_cast<size_t>(token) * ALL + slice;
+        q[s] = __ldcg(reinterpret_cast<const float4*>(x + at * SLICE) + lane);
+        if (weight) factor[s] = __ldg(reinterpret_cast<const float4*>(weight + slice * SLICE) + lane);
+      }
+    }
+  };
+  if (!EARLY) load(0, 0);  // ahead of the weights, behind which they would queue
+  if (warp == 0) {
+#if BULK
+    for (int i = lane; i < STAGES; i += 32) barrier_init(full + i, 1), barrier_init(empty + i, SLICES);
+    barrier_init_done();
+#endif
+    ready();
+    __syncwarp();
+#if BULK
+    for (int c = lane; c < fetched; c += 32)
+      bulk_copy(ring + c * CHUNK_BYTES, chunk(c / CHUNKS, c % CHUNKS), CHUNK_BYTES, full + c);
+#endif
+  }
   if (EARLY) {
+#pragma unroll
+    for (int s = 0; s < EACH; s++)
+      if (weight && warp + s * WARPS < ALL) prefetch(weight + (warp + s * WARPS) * SLICE + lane * 4);
     grid_wait();
     launch_next();
+    load(0, 0);
   }
 #pragma unroll 1
   for (int token = 0; token < tokens; token++) {
     float square = 0.f;
-    constexpr int AT_ONCE = EACH < 6 ? EACH : 4;  // loads in flight
 #pragma unroll 1
     for (int n = 0; n < EACH; n += AT_ONCE) {
-      float4 q[AT_ONCE];
-#pragma unroll
-      for (int s = 0; s < AT_ONCE; s++) {
-        int slice = warp + (n + s) * WARPS;
-        const float* row = x + (static_cast<size_t>(token) * ALL + slice) * SLICE;
-        if (slice < ALL) q[s] = __ldcg(reinterpret_cast<const float4*>(row) + lane);
-      }
+      if (token || n) load(token, n);
 #pragma unroll
       for (int s = 0; s < AT_ONCE; s++) {
         int slice = warp + (n + s) * WARPS;
         if (slice < ALL) {
           square += q[s].x * q[s].x + q[s].y * q[s].y + q[s].z * q[s].z + q[s].w * q[s].w;
           if (weight) {
-            float4 f = __ldg(reinterpret_cast<const float4*>(weight + slice * SLICE) + lane);
+            float4 f = factor[s];
             q[s].x *= f.x, q[s].y *= f.y, q[s].z *= f.z, q[s].w *= f.w;
           }
           float undo = stage_slice<MAX_TOKENS>(staged, slice, token, q[s]);
@@ -227,30 +246,36 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
   __syncthreads();  // the barriers of the ring are there; a warp reads only what it staged itself
   int column = lane >> 2, t = lane & 3;  // of B; results are those of token t
   uint4 b[SETS][4] = {};
+  float undo[SETS];
+  auto take = [&](int slice) {
+#pragma unroll
+    for (int set = 0; set < SETS; set++) {
+      if (set * 8 + column < 2 * tokens)
+#pragma unroll
+        for (int g = 0; g < 4; g++)
+          b[set][g] = staged[staged_at<MAX_TOKENS>(slice, set * 8 + column, t, g)];
+      undo[set] = set * 4 + t < tokens ? unscale[slice * MAX_TOKENS + set * 4 + t] : 0.f;
+    }
+  };
+  if (HOLD && warp < ALL) take(warp);
 #pragma unroll 1
   for (int j = 0; j < tiles; j++) {
     Sums sums[SETS] = {};
 #pragma unroll 1
     for (int u = warp; u < ALL; u += WARPS) {
-      float undo[SETS];
-#pragma unroll
-      for (int set = 0; set < SETS; set++) {
-        if (set * 8 + column < 2 * tokens)
-#pragma unroll
-          for (int g = 0; g < 4; g++)
-            b[set][g] = staged[staged_at<MAX_TOKENS>(u, set * 8 + column, t, g)];
-        undo[set] = set * 4 + t < tokens ? unscale[u * MAX_TOKENS + set * 4 + t] : 0.f;
-      }
+      if (!HOLD) take(u);
 #if BULK
-      int c = j * CHUNKS + u / SLICES, stage = c % STAGES;
-      if (threadIdx.x == 0) fetch(c + 1);
-      barrier_wait(full + stage, c / STAGES & 1);
+      int c = j * CHUNKS + u / SLICES, stage = RESIDENT ? c : c % STAGES;
+      if (!RESIDENT && threadIdx.x == 0) fetch(c + 1);
+      barrier_wait(full + stage, RESIDENT ? 0 : c / STAGES & 1);
       multiply<SETS>(
           sums, ring + stage * CHUNK_BYTES + u % SLICES * RECORD_BYTES,
           [](const u8* p) { return *reinterpret_cast<const uint4*>(p); }, b, undo);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + stage);
-      if (threadIdx.x == 0) fetch(c + STAGES);  // where the chunks before this one were
+      if (!RESIDENT) {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty + stage);
+        if (threadIdx.x == 0) fetch(c + STAGES);  // where the chunks before this one were
+      }
 #else
       multiply<SETS>(
           sums, chunk(j, u / SLICES) + u % SLICES * RECORD_BYTES,
@@ -258,7 +283,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
 #endif
     }
 #if BULK
-    if (threadIdx.x == 0) fetch((j + 1) * CHUNKS);  // what other warps still need of this tile
+    if (!RESIDENT && threadIdx.x == 0) fetch((j + 1) * CHUNKS);  // what other warps still need of this tile
 #endif
     int batch = j % BATCH;
 #pragma unroll

@@ -23,7 +23,7 @@ lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const f
   u64 mine = 0;
   int mine_token = -1;
   stream_tiles<SLICES, PARTS, TOKENS, true>(
-      shared, own_tiles(rows / TILE), x, tokens, norm, chunk,
+      shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, chunk,
       [&](int j, int r, int token, float sum, float square) {
         int row = tile(j) * TILE + r;
         if (row >= vocab) return;

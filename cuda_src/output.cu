@@ -21,7 +21,7 @@ output(float* residual, const u8* __restrict__ w, const float* __restrict__ bias
   // No kernel that may still run writes the residual: `down` ended before qkv began.
   float before = TOKENS == 1 ? row_ahead(residual, rows / TILE) : 0.f;
   stream_tiles<SLICES, PARTS, TOKENS, true>(
-      shared, own_tiles(rows / TILE), x, tokens, nullptr, chunk,
+      shared, own_tiles(rows / TILE), x, tokens, nullptr, [] {}, chunk,
       [&](int j, int r, int token, float sum, float) {
         int row = tile(j) * TILE + r;
         float* at = residual + static_cast<size_t>(token) * rows + row;

@@ -21,7 +21,7 @@ qkv(float* __restrict__ projected, const u8* __restrict__ w, const float* __rest
     return w + (static_cast<size_t>(tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
   stream_tiles<SLICES, PARTS, TOKENS, true>(
-      shared, own_tiles(rows / TILE), x, tokens, norm, chunk,
+      shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, chunk,
       [&](int j, int r, int token, float sum, float square) {
         int row = tile(j) * TILE + r;
         float y = sum * rsqrtf(square / K + eps);

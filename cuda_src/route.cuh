@@ -10,20 +10,19 @@ struct Choice {
   float weight[CHOSEN];
 };
 
-// Fills `choice` (shared memory) by the first warp of a block, each round the best expert that is left;
+// Fills `choice` (shared memory) by one warp, each round the best expert that is left;
 // of equal ones the lower id. Other warps see it after the block's next barrier. logits float32
 // [COUNT] in global memory. NORMALIZED: weights sum to 1, else they are softmax over all experts.
 template <int COUNT, int CHOSEN, bool NORMALIZED>
 __device__ __forceinline__ void choose_experts(Choice<CHOSEN>& choice, const float* logits) {
   constexpr int HELD = (COUNT + 31) / 32;
   int lane = threadIdx.x & 31;
-  if (threadIdx.x >= 32) return;
   u32 keys[HELD];
 #pragma unroll
   for (int i = 0; i < HELD; i++)
     keys[i] = i * 32 + lane < COUNT ? ordered(__ldcg(logits + i * 32 + lane)) : 0u;
   float top = 0.f, total = 0.f, mine = 0.f;
-#pragma unroll
+#pragma unroll 1  // short code: it runs once, from a cold instruction cache
   for (int k = 0; k < CHOSEN; k++) {
     u32 best = 0;
 #pragma unroll

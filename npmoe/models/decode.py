@@ -253,6 +253,7 @@ class _Stream:
 
     parts: int
     stages: int
+    resident: bool
     batch: int
     warps: int
     shared: int
@@ -269,33 +270,34 @@ class _Stream:
             for p in range(1, slices + 1)
             if slices % p == 0 and (slices // p * record <= CHUNK_BYTES or p == slices)
         )
-        chunk_bytes = slices // parts * record
-        warps = 16 if tokens <= 4 else 8  # more tokens need more registers
-        batch, stages = min(tiles, MAX_BATCH), 2
-        every, total = slices * stacked, tiles * stacked * parts
-        stride = every if every < warps else warps + every % warps  # slices a warp moves on at most
-        least = min(total, -(-stride // (slices // parts)))
-        staged = every * tokens * (2 * 16 * 16 + 4)
-        shared = staged + warps * tokens * 4 * (1 + ROWS * batch)
-        while bulk() and batch > 1 and shared + least * (chunk_bytes + 16) > MAX_SHARED_BYTES:
-            batch //= 2
-            shared = staged + warps * tokens * 4 * (1 + ROWS * batch)
-        if bulk():
-            stages = min(total, max(least, RING_BYTES // (chunk_bytes + 16)))
-            stages = min(stages, (MAX_SHARED_BYTES - shared) // (chunk_bytes + 16))
-            if stages < least:
-                raise UnsupportedModel(
-                    f"{every * COLUMNS} columns and {tokens} tokens do not fit a block's memory; "
-                    "use device='cpu'"
-                )
-            shared += stages * (chunk_bytes + 16)
-        return cls(parts, stages, batch, warps, shared)
+        each, total = slices // parts, tiles * stacked * parts
+        place = each * record + 16  # a chunk in the ring with its two barriers
+        staged = slices * stacked * tokens * (2 * 16 * 16 + 4)
+        # fp4 is bound by instructions and wants many warps; more tokens need more registers.
+        for warps in (16, 8, 4, 2, 1) if form == "fp4" and tokens <= 4 else (8, 4, 2, 1):
+            batch, stages = min(tiles, MAX_BATCH, 2 * warps), 2  # a thread finishes one row
+            while True:
+                shared = staged + warps * tokens * 4 * (1 + ROWS * batch)
+                room = (MAX_SHARED_BYTES - shared) // place
+                if not bulk() or batch == 1 or room >= min(total, 2):
+                    break
+                batch //= 2
+            if bulk():
+                stages = min(total, room, max(2, RING_BYTES // place))
+                shared += stages * place
+            if not bulk() or stages == total or (stages >= 2 and each >= warps):
+                return cls(parts, stages, bulk() and stages == total, batch, warps, shared)
+        raise UnsupportedModel(
+            f"{slices * stacked * COLUMNS} columns x {tokens} tokens do not fit shared memory; "
+            "use device='cpu'"
+        )
 
     def macros(self) -> dict[str, int]:
         """What the kernel must know of this."""
         return {
             "PARTS": self.parts,
             "STAGES": self.stages,
+            "RESIDENT": int(self.resident),
             "BATCH": self.batch,
             "BULK": int(bulk()),
             "WARPS": self.warps,
