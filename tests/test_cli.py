@@ -497,6 +497,8 @@ def test_ctrl_c() -> None:
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # a shell's background jobs ignore Ctrl-C, and so would their children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stderr is not None
         with pytest.raises(subprocess.TimeoutExpired):  # it waits for its prompt
