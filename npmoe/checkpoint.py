@@ -34,8 +34,11 @@ class TensorInfo:
 def find_checkpoint(path: str | os.PathLike) -> Path:
     """The folder of a local path or of a name org/name in the local Hugging Face cache.
 
-    Raises CheckpointError if there is none and UnsupportedModel for GGUF and pickle files.
+    Raises CheckpointError if there is none, UnsupportedModel for GGUF and pickle files, and
+    ValueError for what is no path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path = {path!r}: expected a folder, or a model name org/name")
     folder = Path(path).expanduser()
     suffix = folder.suffix.lower()
     if suffix in (".gguf", ".ggml", ".bin", ".pt", ".pth", ".ckpt", ".pkl"):
@@ -43,9 +46,9 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
             f"{folder}: {suffix} files are not read (pickle can execute code, GGUF is another "
             "layout). Pass a folder with config.json and .safetensors files."
         )
-    if folder.is_dir():
+    if os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         return folder
-    if folder.is_file():
+    if os.path.isfile(folder):
         raise CheckpointError(f"{folder} is a file; pass the folder that holds config.json")
     name = str(path)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
@@ -126,7 +129,7 @@ class Checkpoint:
             hint = f" ({', '.join(sorted(found)[:3])} cannot be used)" if found else ""
             raise CheckpointError(f"{self.folder}: no .safetensors files{hint}")
         for shard in shards:
-            if not shard.is_file():
+            if not os.path.isfile(shard):  # as in find_checkpoint
                 raise CheckpointError(
                     f"{shard} is named in {INDEX_NAME} but is not there: download it again"
                 )

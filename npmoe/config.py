@@ -79,9 +79,9 @@ class ConfigReader:
         """Refuses a key whose value asks for something that is not implemented."""
         value = self.take(name, default=None)
         if value is not None and value not in allowed:
+            implemented = f" (npmoe implements {', '.join(map(repr, allowed))})" if allowed else ""
             raise UnsupportedModel(
-                f"{self.where}: {name} = {value!r} is not implemented "
-                f"(npmoe implements {', '.join(repr(a) for a in allowed)})"
+                f"{self.where}: {name} = {value!r} is not implemented{implemented}"
             )
 
     def ignore(self, *names: str) -> None:
@@ -230,11 +230,15 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """`eos_token_id` of a config: null, one id or a list of ids, as a tuple."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def token_ids(value: Any, where: str) -> tuple[int, ...]:
+    """`eos_token_id` of a config: null, one id or a list of ids, as a tuple.
+
+    Raises UnsupportedModel for anything else.
+    """
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise UnsupportedModel(f"{where}: token id {value!r}, expected a whole number or a list")
+    return tuple(ids)
 
 
 def read_common(reader: ConfigReader, **family: Any) -> ModelConfig:
@@ -258,8 +262,8 @@ def read_common(reader: ConfigReader, **family: Any) -> ModelConfig:
         "tie_word_embeddings": bool(reader.take("tie_word_embeddings", default=False)),
         "layer_is_moe": (False,) * layers,
         "layer_windows": (None,) * layers,
-        "bos_token_id": next(iter(token_ids(bos)), None),
-        "eos_token_ids": token_ids(reader.raw.get("eos_token_id")),
+        "bos_token_id": next(iter(token_ids(bos, reader.where)), None),
+        "eos_token_ids": token_ids(reader.raw.get("eos_token_id"), reader.where),
     }
     reader.expect("hidden_act", "silu", "swish")
     reader.expect("quantization_config")
@@ -340,6 +344,8 @@ def parse_weights(value: str | dict[str, str]) -> WeightsPolicy:
     """`"native"`, a format for every part, or a dict part -> format."""
     if isinstance(value, str):
         value = dict.fromkeys(WEIGHT_PARTS, value)
+    if not isinstance(value, dict):
+        raise ValueError(f"weights = {value!r}: pass a format, or a dict part -> format")
     legal = ("native", *WEIGHT_FORMATS)
     for part, name in value.items():
         if part not in WEIGHT_PARTS:

@@ -99,6 +99,10 @@ class LLM:
             memory_fraction=memory_fraction,
         )
         policy = parse_weights(weights)
+        if isinstance(ignore_config_keys, str) or not isinstance(ignore_config_keys, Iterable):
+            raise ValueError(
+                f"ignore_config_keys = {ignore_config_keys!r}: expected a list of keys"
+            )
         self.device = resolve_device(device)
         opened = open_model(shipped_model() if path is None else path, tuple(ignore_config_keys))
         self.config = opened.config
@@ -115,6 +119,9 @@ class LLM:
             )
         generation = source / "generation_config.json"
         self.generation_config = read_json(generation) if generation.is_file() else {}
+        self._generation_end_ids = token_ids(
+            self.generation_config.get("eos_token_id"), str(generation)
+        )
         try:
             SamplingParams().resolve(self.generation_config)
         except (ValueError, TypeError) as error:
@@ -187,10 +194,7 @@ class LLM:
             options.prefill_chunk,
             spec.longrope_switch,
         )
-        end_ids = {
-            *self.config.eos_token_ids,
-            *token_ids(self.generation_config.get("eos_token_id")),
-        }
+        end_ids = {*self.config.eos_token_ids, *self._generation_end_ids}
         runner = Runner(model, cache, size)
         possible = frozenset(i for i in end_ids if 0 <= i < self.config.vocab_size)
         return Engine(runner, scheduler, self.tokenizer, possible, self.max_seq_len)
@@ -242,7 +246,7 @@ class LLM:
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """The reply to a conversation, [{"role": "user", "content": "..."}, ...], in the
         checkpoint's chat template. Raises TokenizerError if it has none."""
-        return self.generate(self._chat_ids(messages), params)
+        return self.generate([self._chat_ids(messages)], params)[0]
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None

@@ -105,7 +105,14 @@ class Tokenizer:
         return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of raw text; special tokens such as BOS are added as the checkpoint asks."""
+        """Token ids of raw text; special tokens such as BOS are added as the checkpoint asks.
+
+        Raises PromptError for text with a lone surrogate, which has no UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"the prompt is not UTF-8 text: {error}") from None
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         bos, wanted = self.special_tokens.get("bos_token"), self.config.get("add_bos_token")
         if add_special_tokens and bos is not None and wanted is not None:

@@ -228,6 +228,22 @@ def test_a_path_that_does_not_exist_or_is_a_file_is_named(tmp_path: Path) -> Non
         find_checkpoint(file)
 
 
+def test_a_name_that_no_file_can_have(sharded: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        find_checkpoint("a" * 5000)
+    index = json.loads((sharded / INDEX_NAME).read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "a" * 5000)
+    (sharded / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="is not there"):
+        Checkpoint(sharded)
+
+
+@pytest.mark.parametrize("path", [5, b"model", ["model"]], ids=str)
+def test_what_is_no_path_is_a_value_error(path: Any) -> None:
+    with pytest.raises(ValueError, match="path = "):
+        find_checkpoint(path)
+
+
 def test_a_name_that_is_not_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match="'org/name' is neither") as caught:

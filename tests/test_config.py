@@ -158,8 +158,26 @@ def test_windows_of_qwen3(changes: Raw, windows: tuple[int | None, ...]) -> None
 
 
 def test_eos_may_be_none_one_or_several() -> None:
-    assert (token_ids(None), token_ids(2), token_ids([2, 5])) == ((), (2,), (2, 5))
+    assert [token_ids(v, "") for v in (None, 2, [2, 5])] == [(), (2,), (2, 5)]
     assert read(CASES["llama"] | {"eos_token_id": [2, 7]}).eos_token_ids == (2, 7)
+
+
+@pytest.mark.parametrize("value", ["</s>", [2, "</s>"], [[2]], {"id": 2}, 1.5, True], ids=str)
+def test_token_ids_that_are_no_whole_numbers_are_named(value: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=r"config\.json: token id .* whole number"):
+        read(CASES["llama"] | {"eos_token_id": value})
+
+
+@pytest.mark.parametrize("types", [5, "full_attention", [["full_attention"]] * 3, [{}] * 3])
+def test_layer_types_of_another_shape_are_named(types: Any) -> None:
+    with pytest.raises(UnsupportedModel, match="layer_types"):
+        read(CASES["qwen3"] | {"layer_types": types})
+
+
+@pytest.mark.parametrize("value", ["fp8", ["fp8"], 4, {"quant_method": "awq"}], ids=str)
+def test_a_quantised_layout_of_others_is_named(value: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=r"quantization_config.*is not implemented$"):
+        read(CASES["llama"] | {"quantization_config": value})
 
 
 def test_both_spellings_of_rope_are_the_same() -> None:

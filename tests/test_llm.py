@@ -654,9 +654,9 @@ def test_every_weight_format_stays_near(llm: npmoe.LLM, text_folder: Path, weigh
         *[("", "empty"), ([[]], "empty"), (["a", ""], "empty"), ("a" * 128, "128 tokens")],
         *[([300], "300"), ([5, -1], "-1"), ([[5, "a"]], "'a'"), ([[1.5]], "1.5")],
         *[(None, "None"), (5, "5"), ({"a": 1}, "expected"), (["a", None], "None")],
-        *[([np.zeros(3)], "0.0"), ({"a"}, "expected")],
+        *[([np.zeros(3)], "0.0"), ({"a"}, "expected"), ("\ud800", "not UTF-8")],
     ],
-    ids=str,
+    ids=ascii,
 )
 def test_bad_prompts(llm: npmoe.LLM, prompt: Any, message: str) -> None:
     with pytest.raises(PromptError, match=message):
@@ -676,11 +676,21 @@ def test_bad_calls(llm: npmoe.LLM) -> None:
         (lambda: llm.forward("abc"), "'a'"),  # type: ignore[arg-type]
         (lambda: llm.chat([]), "messages"),
         (lambda: llm.chat("hi"), "messages"),  # type: ignore[arg-type]
+        (lambda: llm.chat([{"role": "user", "content": "\ud800"}]), "not UTF-8"),
     ]
     for call, message in calls:
         with pytest.raises((ValueError, TokenizerError), match=message):
             call()
     check_idle(llm)
+
+
+def test_a_chat_template_that_writes_nothing(
+    llm: npmoe.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert llm.tokenizer is not None
+    monkeypatch.setattr(llm.tokenizer, "_chat_template", "")
+    with pytest.raises(PromptError, match="empty"):
+        llm.chat([{"role": "user", "content": "a"}])
 
 
 def test_without_a_tokenizer(moe: npmoe.LLM) -> None:
@@ -712,6 +722,9 @@ def test_without_a_tokenizer(moe: npmoe.LLM) -> None:
         ({"kv_cache": "fp5"}, "kv_cache = 'fp5'"),
         ({"weights": "fp5"}, "fp5"),
         ({"weights": {"heads": "fp4"}}, "heads"),
+        ({"weights": None}, "weights = None"),
+        ({"ignore_config_keys": "a_key"}, "ignore_config_keys = 'a_key'"),
+        ({"ignore_config_keys": None}, "ignore_config_keys = None"),
         ({"device": "tpu"}, "device = 'tpu'"),
     ],
     ids=str,
@@ -754,7 +767,12 @@ def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"top_p": 2}, {"temperature": "hot"}, {"max_new_tokens": "many"}], ids=str
+    "config",
+    [
+        *[{"top_p": 2}, {"temperature": "hot"}, {"max_new_tokens": "many"}],
+        *[{"eos_token_id": "</s>"}, {"eos_token_id": [[1], 2]}],
+    ],
+    ids=str,
 )
 def test_an_illegal_generation_config(
     text_folder: Path, tmp_path: Path, config: dict[str, Any]

@@ -3,6 +3,8 @@
 Groups lie along head_dim. The same formats fill the pages of the KV cache.
 """
 
+from numbers import Integral
+
 from npmoe.dtypes import Array
 from npmoe.formats.fp4 import decode_fp4, encode_fp4
 from npmoe.formats.fp8 import decode_fp8, encode_fp8
@@ -20,8 +22,11 @@ GROUPED_KV_FORMATS = {
 
 
 def _check(x: Array, group_size: int) -> None:
-    if x.ndim != 4:
-        raise ValueError(f"expected [batch, heads, seq, head_dim], got shape {tuple(x.shape)}")
+    if len(getattr(x, "shape", ())) != 4:
+        found = f"shape {tuple(x.shape)}" if hasattr(x, "shape") else f"a {type(x).__name__}"
+        raise ValueError(f"expected [batch, heads, seq, head_dim], got {found}")
+    if isinstance(group_size, bool) or not isinstance(group_size, Integral) or group_size < 1:
+        raise ValueError(f"group_size = {group_size!r}: expected a whole number >= 1")
     if x.shape[-1] % group_size:
         raise ValueError(f"head_dim = {x.shape[-1]} is not a multiple of group_size = {group_size}")
 

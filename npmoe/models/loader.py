@@ -61,9 +61,9 @@ def open_model(path: Any, ignored: tuple[str, ...] = ()) -> OpenModel:
     """
     checkpoint = Checkpoint(path)
     raw = dict(checkpoint.config)
-    quantization = raw.get("quantization_config") or {}
+    quantization = raw.get("quantization_config")
     converted = None
-    if quantization.get("quant_method") == QUANT_METHOD:
+    if isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD:
         del raw["quantization_config"]
         converted = quantization
         _check_layout(checkpoint, quantization)
@@ -87,7 +87,7 @@ def _check_layout(checkpoint: Checkpoint, quantization: dict[str, Any]) -> None:
     if not isinstance(formats, dict):
         raise CheckpointError(f"{where}: formats = {formats!r}, expected part -> format")
     for part, name in formats.items():
-        if name not in WEIGHT_FORMATS:
+        if not isinstance(name, str) or name not in WEIGHT_FORMATS:
             raise UnsupportedModel(
                 f"{where}: {part} has the format {name!r}; npmoe reads {', '.join(WEIGHT_FORMATS)}"
             )

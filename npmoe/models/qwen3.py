@@ -44,8 +44,9 @@ def _layer_windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
     types = reader.take("layer_types", default=None)
     if types is None:
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    unknown = set(types) - {"sliding_attention", "full_attention"}
-    if unknown or len(types) != layers:
+    known = ("sliding_attention", "full_attention")
+    legal = isinstance(types, list) and all(kind in known for kind in types)
+    if not legal or len(types) != layers:
         raise UnsupportedModel(
             f"{reader.where}: layer_types = {types!r} is not implemented for {layers} layers"
         )

@@ -1,5 +1,7 @@
 """The public quantize_kv_cache_* functions."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -58,6 +60,18 @@ def test_group_size(format: str) -> None:
 def test_bad_input_is_a_value_error(format: str, k: np.ndarray, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         functions(format)[0](k)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("group_size", [0, -32, 1.5, True, None], ids=str)
+def test_bad_group_size_is_a_value_error(format: str, group_size: Any) -> None:
+    with pytest.raises(ValueError, match="group_size = "):
+        functions(format)[0](np.ones((1, 1, 1, 32)), group_size)
+
+
+def test_what_is_no_array_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="got a list"):
+        npmoe.quantize_kv_cache_fp4([[1.0]])  # type: ignore[arg-type]
 
 
 def test_fp4_takes_28_percent_of_bf16() -> None:
