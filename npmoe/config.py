@@ -30,6 +30,11 @@ NEUTRAL_KEYS = frozenset(
 `pretraining_tp` splits one matrix product into several with the same result."""
 
 
+MOST = {"num_hidden_layers": 1000, "num_experts": 10_000, "num_local_experts": 10_000}
+"""Names of the tensors of each layer and expert are made before it shows that they are absent."""
+MOST_OF_OTHERS = 2**31 - 1
+
+
 def is_number(value: Any, zero: bool = False) -> bool:
     """Whether `value` is a finite number above 0, or 0 where `zero` allows it."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
@@ -58,13 +63,18 @@ class ConfigReader:
         return default
 
     def take_int(self, *names: str, default: Any = ..., least: int = 1) -> Any:
-        """Like `take`, for a whole number of at least `least`."""
+        """Like `take`, for a whole number of at least `least` and within reason."""
         value = self.take(*names, default=default)
         if value is None or value is default:
             return value
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UnsupportedModel(
                 f"{self.where}: {names[0]} = {value!r}, expected a whole number >= {least}"
+            )
+        if value > MOST.get(names[0], MOST_OF_OTHERS):
+            raise UnsupportedModel(
+                f"{self.where}: {names[0]} = {value}, expected at most "
+                f"{MOST.get(names[0], MOST_OF_OTHERS):,}"
             )
         return value
 

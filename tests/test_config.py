@@ -168,6 +168,19 @@ def test_token_ids_that_are_no_whole_numbers_are_named(value: Any) -> None:
         read(CASES["llama"] | {"eos_token_id": value})
 
 
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        *[("llama", "num_hidden_layers"), ("llama", "vocab_size"), ("qwen3_moe", "num_experts")],
+        *[("mixtral", "num_local_experts"), ("llama", "max_position_embeddings")],
+    ],
+)
+@pytest.mark.parametrize("value", [2**31, 10**30])
+def test_a_size_beyond_reason_is_named_at_once(case: str, key: str, value: int) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{key} = {value}, expected at most"):
+        read(CASES[case] | {key: value})
+
+
 @pytest.mark.parametrize("types", [5, "full_attention", [["full_attention"]] * 3, [{}] * 3])
 def test_layer_types_of_another_shape_are_named(types: Any) -> None:
     with pytest.raises(UnsupportedModel, match="layer_types"):
