@@ -269,6 +269,32 @@ def read_common(reader: ConfigReader, **family: Any) -> ModelConfig:
     return config
 
 
+def read_window(reader: ConfigReader, absent: int | None, least: int = 1) -> int | None:
+    """`sliding_window`: null means none, a config without the key means `absent`."""
+    window = reader.take_int("sliding_window", default=None, least=least)
+    return window if "sliding_window" in reader.raw else absent
+
+
+def read_layer_windows(
+    reader: ConfigReader, window: int | None, default: list[str]
+) -> tuple[int | None, ...]:
+    """The window of each layer by `layer_types`; `default` has the types where the key is absent.
+
+    Raises UnsupportedModel for other types and where they are not as many as the layers.
+    """
+    types = reader.take("layer_types", default=default)
+    legal = ("sliding_attention", "full_attention")
+    if (
+        not isinstance(types, list)
+        or len(types) != len(default)
+        or any(kind not in legal for kind in types)
+    ):
+        raise UnsupportedModel(
+            f"{reader.where}: layer_types = {types!r} is not implemented for {len(default)} layers"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
 def _check_config(config: ModelConfig, where: str) -> None:
     if config.num_attention_heads % config.num_key_value_heads:
         raise UnsupportedModel(

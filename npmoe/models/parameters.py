@@ -75,12 +75,11 @@ def _layer_parameters(spec: ModelSpec, i: int, names: TensorNames) -> list[Param
         Parameter(f"{ours}qkv_proj", "attention", (q + 2 * kv, hidden), (weights,), (q, kv, kv)),
         _single(f"{ours}o_proj", "attention", (hidden, q), f"{o_proj}.weight"),
     ]
-    if attention.bias:
+    if attention.qkv_bias:
         biases = tuple(f"{p}.bias" for p in qkv)
-        found += [
-            Parameter(f"{ours}qkv_bias", VECTOR, (q + 2 * kv,), (biases,), (q, kv, kv)),
-            _single(f"{ours}o_bias", VECTOR, (hidden,), f"{o_proj}.bias"),
-        ]
+        found.append(Parameter(f"{ours}qkv_bias", VECTOR, (q + 2 * kv,), (biases,), (q, kv, kv)))
+    if attention.output_bias:
+        found.append(_single(f"{ours}o_bias", VECTOR, (hidden,), f"{o_proj}.bias"))
     if attention.qk_norm != "none":
         per_head = attention.qk_norm == "head"
         for which, width in (("q_norm", q), ("k_norm", kv)):

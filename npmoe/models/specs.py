@@ -18,7 +18,8 @@ class AttentionSpec:
     head_dim: int
     scale: float
     qk_norm: str = "none"
-    bias: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
     window: int | None = None
     clip: float | None = None
 

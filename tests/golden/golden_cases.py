@@ -74,6 +74,18 @@ CASES: dict[str, Config] = {
         "rope_type": "longrope", "original_max_position_embeddings": 64,
         "short_factor": [round(1.0 + 0.05 * i, 2) for i in range(16)],
         "long_factor": [round(1.0 + 0.4 * i, 2) for i in range(16)]}},
+    "mistral": without(BASE, "rms_norm_eps") | {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "intermediate_size": 96,
+        "head_dim": 32, "rope_theta": 1000000.0, "sliding_window": 20},
+    "qwen2": BASE | {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 3,
+        "intermediate_size": 96, "rope_theta": 1000000.0, "use_sliding_window": True,
+        "max_window_layers": 1, "sliding_window": 16, "rms_norm_eps": 1e-06},
+    "qwen2_v5": v5(BASE) | {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "intermediate_size": 96,
+        "num_key_value_heads": 1, "tie_word_embeddings": True, "max_window_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True,
+        "sliding_window": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "qwen3": BASE | {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 3,
         "intermediate_size": 96, "head_dim": 32, "attention_bias": True, "rope_theta": 1000000.0,
@@ -104,6 +116,11 @@ OTHERS: dict[str, dict[str, list[Any]]] = {
     "llama_longrope": {"rope_scaling": [None], "rope_scaling.attention_factor": [1.0],
                        "rope_scaling.long_factor": [[1.0] * 16],
                        "rope_scaling.original_max_position_embeddings": [256]},
+    "mistral": {"sliding_window": [None, 19, 21], "rope_theta": [1e4], "rms_norm_eps": [1e-3]},
+    "qwen2": {"use_sliding_window": [False], "max_window_layers": [0, 2, 3],
+              "sliding_window": [15, 17], "rope_theta": [1e4]},
+    "qwen2_v5": {"sliding_window": [23, 25], "rope_parameters.rope_theta": [1e6],
+                 "layer_types": [["full_attention"] * 2, ["full_attention", "sliding_attention"]]},
     "qwen3": {"use_sliding_window": [False], "max_window_layers": [0, 2, 3],
               "sliding_window": [15, 17], "attention_bias": [False], "rope_theta": [1e4]}}
 # Keys that look as if they mattered and do not.
