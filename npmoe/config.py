@@ -224,6 +224,9 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
+    swiglu_alpha: float = 1.0
+    swiglu_limit: float | None = None
+    quant_method: str | None = None
     layer_is_moe: tuple[bool, ...] = ()
     layer_windows: tuple[int | None, ...] = ()
     bos_token_id: int | None = None
@@ -262,7 +265,8 @@ def read_common(reader: ConfigReader, **family: Any) -> ModelConfig:
         "eos_token_ids": token_ids(reader.raw.get("eos_token_id")),
     }
     reader.expect("hidden_act", "silu", "swish")
-    reader.expect("quantization_config")
+    if "quant_method" not in family:
+        reader.expect("quantization_config")
     values.update(family)
     config = ModelConfig(**values)
     _check_config(config, reader.where)

@@ -14,6 +14,7 @@ from npmoe.dtypes import Array
 from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
 from npmoe.models.specs import ExpertSpec, ModelSpec
+from npmoe.ops.experts import PLAIN
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
 from npmoe.runtime.device import cupy
 from npmoe.runtime.launch import launch
@@ -318,18 +319,27 @@ _LAYER_WEIGHTS = (
 def check_decode_spec(spec: ModelSpec) -> None:
     """Raises UnsupportedModel for a layer that the decode kernels do not run."""
     if spec.rope.rope_type == "longrope":
-        raise UnsupportedModel("no decode kernel yet for longrope; use device='cpu'")
+        raise _no_kernel("longrope")
     for layer in spec.layers:
-        a = layer.attention
+        a, mlp = layer.attention, layer.mlp
+        if not isinstance(mlp, ExpertSpec):
+            raise _no_kernel("a dense MLP")
         for what, present in (
-            ("a dense MLP", not isinstance(layer.mlp, ExpertSpec)),
             ("a sliding window", a.window is not None),
+            ("attention sinks", a.sinks),
             ("clipped q, k and v", a.clip is not None),
             ("a q/k norm over the projection", a.qk_norm == "projection"),
             (f"head_dim {a.head_dim}", a.head_dim not in (64, 128)),
             ("more than 8 query heads a KV head", a.num_heads > 8 * a.num_kv_heads),
             (f"hidden_size {spec.hidden_size}", spec.hidden_size % COLUMNS > 0),
             (f"heads of {a.num_heads} x {a.head_dim}", a.num_heads * a.head_dim % COLUMNS > 0),
+            ("a router bias", mlp.router.bias),
+            ("expert biases", mlp.bias),
+            (f"experts with {mlp.activation}", mlp.activation != PLAIN),
         ):
             if present:
-                raise UnsupportedModel(f"no decode kernel yet for {what}; use device='cpu'")
+                raise _no_kernel(what)
+
+
+def _no_kernel(what: str) -> UnsupportedModel:
+    return UnsupportedModel(f"no decode kernel yet for {what}; use device='cpu'")

@@ -39,6 +39,8 @@ QUANT_METHOD = "npmoe"
 LAYOUT_VERSION = 1
 _NATIVE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _NATIVE_WORDS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+FLOAT_WORDS = tuple(_NATIVE_WORDS)
+MXFP4_GROUP = DEFAULT_GROUP_SIZE["mxfp4"]
 _WORD_OF = {name: word for word, name in _NATIVE_WORDS.items()}
 _SCALE_WORDS = {"fp8": "F32", "mxfp4": "U8", "nvfp4": "U8"}  # the others have fp16 scales
 
@@ -159,13 +161,33 @@ def expected_tensors(
         for field, (word, shape) in _fields(opened, parameter, format_name).items():
             yield f"{name}.{field}", shape, (word,)
         return
-    words = tuple(_NATIVE_WORDS)
-    if parameter.fused is not None and parameter.fused in opened.checkpoint:
-        yield parameter.fused, parameter.shape, words
+    if _is_fused(opened, parameter):
+        yield from _fused_tensors(parameter)
     else:
         for group in parameter.sources:
             for name, rows in zip(group, parameter.rows, strict=True):
-                yield name, (rows, *parameter.shape[2 if parameter.stacked else 1 :]), words
+                yield name, (rows, *parameter.shape[2 if parameter.stacked else 1 :]), FLOAT_WORDS
+
+
+def _is_fused(opened: OpenModel, parameter: Parameter) -> bool:
+    if parameter.fused is None:
+        return False
+    return not parameter.sources or parameter.fused in opened.checkpoint
+
+
+def _fused_tensors(
+    parameter: Parameter,
+) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    *lead, rows, columns = parameter.shape
+    assert parameter.fused is not None
+    if parameter.fused_layout == "mxfp4":
+        groups = (*lead, rows, columns // MXFP4_GROUP)
+        yield f"{parameter.fused}_blocks", (*groups, MXFP4_GROUP // 2), ("U8",)
+        yield f"{parameter.fused}_scales", groups, ("U8",)
+    elif parameter.fused_layout == "columns":
+        yield parameter.fused, (*lead, columns, rows), FLOAT_WORDS
+    else:
+        yield parameter.fused, parameter.shape, FLOAT_WORDS
 
 
 def stored_format(opened: OpenModel, parameter: Parameter) -> str | None:
@@ -183,6 +205,8 @@ def stored_format(opened: OpenModel, parameter: Parameter) -> str | None:
                 f"{parameter.part!r}"
             )
         return formats[parameter.part]
+    if parameter.fused_layout == "mxfp4":
+        return "mxfp4"
     tensors = opened.checkpoint.tensors
     words = {tensors[name].dtype for name, *_ in expected_tensors(opened, parameter)}
     return _NATIVE_WORDS[words.pop()] if len(words) == 1 else "fp32"
@@ -251,11 +275,11 @@ def read_parameter(opened: OpenModel, parameter: Parameter) -> Any:
         group = DEFAULT_GROUP_SIZE.get(name, parameter.shape[-1]) if "scales" in arrays else 1
         w = QuantTensor(name, parameter.shape, arrays.pop("codes"), block=(1, group))
         return replace(w, **arrays)
+    if _is_fused(opened, parameter):
+        return _read_fused(opened, parameter)
     if parameter.part == VECTOR:
         rows = [np.asarray(get(name), np.float32) for name in parameter.sources[0]]
         return np.concatenate(rows)
-    if parameter.fused is not None and parameter.fused in opened.checkpoint:
-        return _native_tensor(get(parameter.fused))
     target = stored_format(opened, parameter)
     assert target is not None
     groups = []
@@ -264,6 +288,28 @@ def read_parameter(opened: OpenModel, parameter: Parameter) -> Any:
         parts = [p if p.format == target else quantize(p.dequantize(), target) for p in parts]
         groups.append(concatenate_rows(parts))
     return stack(groups) if parameter.stacked else groups[0]
+
+
+def _read_fused(opened: OpenModel, parameter: Parameter) -> Any:
+    arrays = [opened.checkpoint.get(name) for name, *_ in _fused_tensors(parameter)]
+    if parameter.part == VECTOR:
+        a = np.asarray(arrays[0], np.float32)
+        return _gate_first(a, axis=-1) if parameter.interleaved else a
+    if parameter.fused_layout == "mxfp4":
+        codes = arrays[0].reshape(*parameter.shape[:-1], -1)
+        w = QuantTensor("mxfp4", parameter.shape, codes, arrays[1], block=(1, MXFP4_GROUP))
+    else:
+        is_transposed = parameter.fused_layout == "columns"
+        w = _native_tensor(np.swapaxes(arrays[0], -1, -2) if is_transposed else arrays[0])
+    if parameter.interleaved:
+        w = w.map_arrays(lambda a: _gate_first(a, axis=-2))
+    return w
+
+
+def _gate_first(a: np.ndarray, axis: int) -> np.ndarray:
+    """gate 0, up 0, gate 1, ... along an axis as gate 0, gate 1, ..., up 0, up 1, ..."""
+    count = a.shape[axis]
+    return np.take(a, [*range(0, count, 2), *range(1, count, 2)], axis=axis)
 
 
 def _native_tensor(a: np.ndarray) -> QuantTensor:

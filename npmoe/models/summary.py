@@ -83,7 +83,7 @@ def summarize(opened: OpenModel, memories: list[Memory]) -> ModelSummary:
     config, spec = opened.config, opened.spec
     counted = [p for p in opened.parameters if not (spec.tied and p.part == "lm_head")]
     counts = {p.name: math.prod(p.shape) for p in counted}
-    routed = sum(counts[p.name] for p in counted if p.part == "experts")
+    routed = sum(counts[p.name] for p in counted if p.stacked)
     active = routed * config.num_experts_per_tok // config.num_experts if routed else 0
     kv_bytes = _kv_bytes(opened)
     return ModelSummary(
@@ -162,7 +162,7 @@ def read_bytes(opened: OpenModel, weights: str = STORED, cpu: bool = False) -> f
         share = 1.0
         if parameter.part == TABLE:
             share = 1 / parameter.shape[0]
-        elif parameter.part == "experts":
+        elif parameter.stacked:
             share = opened.config.num_experts_per_tok / opened.config.num_experts
         total += share * size
     return total if sizes else None
