@@ -63,9 +63,9 @@ def open_model(path: Any, ignored: tuple[str, ...] = ()) -> OpenModel:
     """
     checkpoint = Checkpoint(path)
     raw = dict(checkpoint.config)
-    quantization = raw.get("quantization_config") or {}
+    quantization = raw.get("quantization_config")
     converted = None
-    if quantization.get("quant_method") == QUANT_METHOD:
+    if isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD:
         del raw["quantization_config"]
         converted = quantization
         _check_layout(checkpoint, quantization)

@@ -6,11 +6,12 @@ Needs torch 2.13.0, transformers 5.24.0, safetensors and tokenizers, which the t
 Each case folder holds config.json, bf16 weights, and golden.npz:
 
     input_ids  int32   [200]         the prompt
-    logits     float32 [200, vocab]  eager attention, in float32, of exactly the bf16 weights
+    logits     float32 [200, vocab]  eager attention, in float32, of exactly these weights
     generated  int32   [16]          greedy continuation
     margin     float32 [16]          top-1 minus top-2 logit of each greedy step
 
 llama_longrope adds input_ids_short [50] and logits_short [50, vocab].
+gpt_oss has MXFP4 experts, packed here by hand and read back by transformers for the logits.
 """
 
 import copy

@@ -203,10 +203,10 @@ def test_a_config_that_is_not_implemented_is_named(key: str, value: Any) -> None
         read(HUB | {key: value})
 
 
-def test_only_gpt_oss_takes_mxfp4() -> None:
-    mxfp4 = {"quantization_config": {"quant_method": "mxfp4"}}
-    with pytest.raises(UnsupportedModel, match="quantization_config"):
-        read(CASES["mixtral"] | mxfp4)
+@pytest.mark.parametrize("value", [{"quant_method": "mxfp4"}, "mxfp4", ["mxfp4"]])
+def test_only_gpt_oss_takes_mxfp4(make: Callable[..., Path], value: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=r"config\.json: quantization_config"):
+        open_model(make("mixtral", quantization_config=value))
 
 
 @pytest.mark.parametrize(("layers", "experts", "billions"), [(24, 32, 20.91), (36, 128, 116.83)])
