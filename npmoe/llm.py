@@ -32,8 +32,9 @@ from npmoe.kv.pages import PageAllocator
 from npmoe.kv.storage import KVCache, check_kv_format, kv_bytes_per_token
 from npmoe.models.gpu import GpuModel, check_gpu_support
 from npmoe.models.layers import CausalLM
-from npmoe.models.loader import load_model, open_model, stored_formats
+from npmoe.models.loader import load_model
 from npmoe.models.specs import ModelSpec
+from npmoe.models.stored import open_model, stored_formats
 from npmoe.ops.linear import FEW_TOKENS
 from npmoe.runtime.device import free_memory, resolve_device
 from npmoe.runtime.progress import say

@@ -14,7 +14,7 @@ from npmoe.errors import CheckpointError, UnsupportedModel
 from npmoe.llm import LLM
 from npmoe.models import convert
 from npmoe.models.convert import convert_checkpoint
-from npmoe.models.loader import open_model
+from npmoe.models.stored import open_model
 from tests.cli_fixtures import make_checkpoint, write_json
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
