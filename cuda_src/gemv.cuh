@@ -151,7 +151,7 @@ __device__ __forceinline__ float stage_slice(uint4* staged, int slice, int token
 //   warp has a slice in every chunk (SLICES >= WARPS), else it could mistake one round of a barrier
 //   for the last but one; or the ring is RESIDENT.
 //   EARLY: fetch before grid_wait (the addresses depend on no kernel that may still run).
-//   shared: dynamic shared memory; npmoe/models/decode.py computes its size.
+//   shared: dynamic shared memory; npmoe/models/stream.py computes its size.
 //   tiles: this block's number. chunk(j, k): chunk k of its j-th tile.
 //   weight: [columns], multiplies x, or null.
 //   done(j, row, token, sum, sum_squares): called once for each output by some thread; rows of a
