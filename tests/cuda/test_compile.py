@@ -58,6 +58,12 @@ STEPS: list[tuple[GPU, Shape, str, Format, int]] = [  # GPU, model, weights, K a
     (RTX5090, QWEN, "fp4", "fp4", 1),
     (RTX5090, SMALL_HEADS, "bf16", "bf16", 8),
 ]
+DENSE = {"K": 256, "TOKENS": 1, "W_FORMAT": 1, "BATCH": 1, "STAGES": 2, "WARPS": 2}
+EXPERTS = {"HIDDEN": 256, "WIDTH": 256, "EXPERTS": 8, "TOP_K": 2, "RENORMALIZE": 1}
+EXPERTS |= {"W_FORMAT": 1, "BATCH": 1, "STAGES": 2, "WARPS": 2}
+ATTENTION = {"HEADS": 8, "KV_HEADS": 4, "HEAD_DIM": 128, "PAGE": 16, "K_FORMAT": 0, "V_FORMAT": 0}
+"""Legal macros, of which the tests below change one."""
+
 REGISTERS = 65536
 BLOCKS = 2
 """Registers of a multiprocessor, and the blocks that share it."""
@@ -126,9 +132,18 @@ def test_roofline_compiles(gpu: GPU) -> None:
         ("qkv", {"K": 256, "TOKENS": 1, "WARPS": 8}, "define W_FORMAT"),
         (
             "attention",
-            {"HEADS": 64, "KV_HEADS": 4, "HEAD_DIM": 128, "PAGE": 16, "K_FORMAT": 0, "V_FORMAT": 0},
+            ATTENTION | {"HEADS": 64},
             "1 to 8 query heads",
         ),
+        ("attention", ATTENTION | {"K_FORMAT": 2}, "define K_FORMAT"),
+        ("attention", ATTENTION | {"CLUSTER": 4}, "CLUSTER 1 or 8"),
+        ("embed", {"K": 129}, "even K"),
+        *((stem, DENSE | {"K": 200}, "multiples of 128") for stem in ("qkv", "output", "lm_head")),
+        *((stem, DENSE | {"TOKENS": 9}, "TOKENS 1 to 8") for stem in ("qkv", "output", "lm_head")),
+        ("qkv", DENSE | {"BATCH": 0}, "1 or more"),
+        ("output", DENSE | {"BATCH": 16, "WARPS": 4}, "finishes one row"),
+        ("experts", EXPERTS | {"WIDTH": 192}, "HIDDEN and WIDTH"),
+        ("experts", EXPERTS | {"TOP_K": 9}, "TOP_K 1 to 32"),
     ],
 )
 def test_a_wrong_macro_is_named(stem: str, macros: dict[str, int], message: str) -> None:
