@@ -49,7 +49,7 @@ def check_gpu_support(
             )
 
 
-def prepare_for_gpu(parameter: Parameter, w: QuantTensor) -> Any:
+def prepare_for_gpu(parameter: Parameter, w: QuantTensor) -> QuantTensor | Array:
     """A matrix on the device as the decode kernels read it: tables and routers as bf16 bits, others
     as fragments; expert gate and up rows alternate, widths padded to 128 with zeros."""
     if parameter.part in (ROUTER, TABLE):
@@ -98,7 +98,7 @@ class GpuModel:
     """Runs batches as CausalLM does, on the device; logits come back as NumPy arrays."""
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Any]) -> None:
-        """weights: parameter name -> float32 vector or what `prepare_for_gpu` gave."""
+        """weights: parameter name -> float32 vector, or what `prepare_for_gpu` gave."""
         self.spec, self.weights = spec, weights
         self._steps: dict[int, tuple[DecodeStep, Graph]] = {}
         self._cache: list[tuple[KVPages, KVPages]] | None = None

@@ -6,6 +6,7 @@ Two layouts are read. Hugging Face's has one tensor per projection and expert. O
 config.json; a tied head in the embedding's format is not stored again.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,16 +40,19 @@ _SCALE_WORDS = {"fp8": "F32", "mxfp4": "U8", "nvfp4": "U8"}  # the others have f
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A checkpoint whose headers were read and checked; no weight has been touched yet."""
+    """A checkpoint whose headers were read and checked; no weight has been touched yet.
+
+    own_formats: part -> format where `npmoe convert` wrote it, None for Hugging Face's layout.
+    """
 
     checkpoint: Checkpoint
     config: ModelConfig
     spec: ModelSpec
     parameters: list[Parameter]
-    converted: dict[str, Any] | None
+    own_formats: dict[str, str] | None
 
 
-def open_model(path: Any, ignored: tuple[str, ...] = ()) -> OpenModel:
+def open_model(path: str | os.PathLike, ignored: tuple[str, ...] = ()) -> OpenModel:
     """Reads config and headers and checks that every tensor is there, fits, and is used.
 
     Raises CheckpointError and UnsupportedModel.
@@ -56,21 +60,20 @@ def open_model(path: Any, ignored: tuple[str, ...] = ()) -> OpenModel:
     checkpoint = Checkpoint(path)
     raw = dict(checkpoint.config)
     quantization = raw.get("quantization_config") or {}
-    converted = None
+    own_formats = None
     if quantization.get("quant_method") == QUANT_METHOD:
         del raw["quantization_config"]
-        converted = quantization
-        _check_layout(checkpoint, quantization)
+        own_formats = _own_formats(checkpoint, quantization)
     where = str(checkpoint.folder / "config.json")
     if raw.get("tie_word_embeddings") and _has_own_head(checkpoint):
         raw["tie_word_embeddings"] = False
     config, spec, parameters = read_model(raw, where, ignored)
-    opened = OpenModel(checkpoint, config, spec, parameters, converted)
+    opened = OpenModel(checkpoint, config, spec, parameters, own_formats)
     _check_tensors(opened)
     return opened
 
 
-def _check_layout(checkpoint: Checkpoint, quantization: dict[str, Any]) -> None:
+def _own_formats(checkpoint: Checkpoint, quantization: dict[str, Any]) -> dict[str, str]:
     where = f"{checkpoint.folder / 'config.json'}: quantization_config"
     if quantization.get("version") != LAYOUT_VERSION:
         raise UnsupportedModel(
@@ -85,6 +88,7 @@ def _check_layout(checkpoint: Checkpoint, quantization: dict[str, Any]) -> None:
             raise UnsupportedModel(
                 f"{where}: {part} has the format {name!r}; npmoe reads {', '.join(WEIGHT_FORMATS)}"
             )
+    return formats
 
 
 def _has_own_head(checkpoint: Checkpoint) -> bool:
@@ -145,7 +149,7 @@ def expected_tensors(
     opened: OpenModel, parameter: Parameter
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
     """Names, shapes and legal dtype words of the checkpoint tensors behind a parameter."""
-    if opened.converted is not None:
+    if opened.own_formats is not None:
         format_name = stored_format(opened, parameter)
         if format_name is None:
             yield parameter.name, parameter.shape, ("F32",)
@@ -170,14 +174,13 @@ def stored_format(opened: OpenModel, parameter: Parameter) -> str | None:
     """
     if parameter.part == VECTOR:
         return None
-    if opened.converted is not None:
-        formats = opened.converted["formats"]
-        if parameter.part not in formats:
+    if opened.own_formats is not None:
+        if parameter.part not in opened.own_formats:
             raise CheckpointError(
                 f"{opened.checkpoint.folder}: quantization_config names no format for "
                 f"{parameter.part!r}"
             )
-        return formats[parameter.part]
+        return opened.own_formats[parameter.part]
     tensors = opened.checkpoint.tensors
     words = {tensors[name].dtype for name, *_ in expected_tensors(opened, parameter)}
     return _NATIVE_WORDS[words.pop()] if len(words) == 1 else "fp32"
@@ -199,8 +202,8 @@ def shares_table(parameter: Parameter, tied: bool, formats: dict[str, str]) -> b
 
 
 def _stored_name(opened: OpenModel, parameter: Parameter) -> str:
-    assert opened.converted is not None
-    shared = shares_table(parameter, opened.spec.tied, opened.converted["formats"])
+    assert opened.own_formats is not None
+    shared = shares_table(parameter, opened.spec.tied, opened.own_formats)
     return "embed_tokens" if shared else parameter.name
 
 
@@ -243,9 +246,9 @@ def _fields(
 def read_parameter(opened: OpenModel, parameter: Parameter) -> Any:
     """A vector as float32, a matrix as QuantTensor in the format that the checkpoint has."""
     get = opened.checkpoint.get
-    if opened.converted is not None and parameter.part == VECTOR:
+    if opened.own_formats is not None and parameter.part == VECTOR:
         return np.asarray(get(parameter.name), np.float32)
-    if opened.converted is not None:
+    if opened.own_formats is not None:
         name = stored_format(opened, parameter)
         assert name is not None
         stored = _stored_name(opened, parameter)

@@ -45,15 +45,20 @@ def add_mlp(
 
 
 def experts_ref(
-    x: Array, gate_up_proj: QuantTensor, down_proj: QuantTensor, weights: Array, ids: Array
+    x: Array,
+    gate_up_proj: QuantTensor,
+    down_proj: QuantTensor,
+    topk_weights: Array,
+    topk_ids: Array,
 ) -> Array:
     """The definition: sum over k of topk_weights[t, k] * mlp of expert topk_ids[t, k] -> `[T, H]`.
 
-    x float32 `[T, H]`, gate_up_proj `[E, 2I, H]`, down_proj `[E, H, I]`, weights and ids `[T, K]`.
+    x float32 `[T, H]`, gate_up_proj `[E, 2I, H]`, down_proj `[E, H, I]`, topk_weights float32 and
+    topk_ids int32 `[T, K]`.
     """
     out = np.zeros_like(x)
     for t in range(x.shape[0]):
-        for weight, e in zip(weights[t], ids[t], strict=True):
+        for weight, e in zip(topk_weights[t], topk_ids[t], strict=True):
             hidden = swiglu_ref(x[t : t + 1] @ gate_up_proj[e].dequantize().T)
             out[t] += weight * (hidden @ down_proj[e].dequantize().T)[0]
     return out
