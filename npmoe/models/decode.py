@@ -257,6 +257,7 @@ class DecodeStep:
 
 
 CLUSTER = 8
+MAX_TOP_K = 32
 _LAYER_WEIGHTS = (
     *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),
     *("post_attention_layernorm", "router", "gate_up_proj", "down_proj"),
@@ -265,12 +266,14 @@ _LAYER_WEIGHTS = (
 
 def check_decode_spec(spec: ModelSpec) -> None:
     """Raises UnsupportedModel for a layer that the decode kernels do not run."""
-    if spec.rope.rope_type == "longrope":
-        raise UnsupportedModel("no decode kernel yet for longrope; use device='cpu'")
     for layer in spec.layers:
         a = layer.attention
+        top_k = layer.mlp.router.top_k if isinstance(layer.mlp, ExpertSpec) else 0
         for what, present in (
+            ("longrope", spec.rope.rope_type == "longrope"),
+            ("rotary on a part of each head", spec.rope.partial_rotary_factor != 1),
             ("a dense MLP", not isinstance(layer.mlp, ExpertSpec)),
+            (f"{top_k} experts a token", top_k > MAX_TOP_K),
             ("a sliding window", a.window is not None),
             ("clipped q, k and v", a.clip is not None),
             ("a q/k norm over the projection", a.qk_norm == "projection"),

@@ -36,7 +36,9 @@ def check_gpu_support(
     for part, stored in formats.items():
         target = policy.get(part, stored)
         if part in (ROUTER, TABLE) and target != "bf16":
-            raise UnsupportedModel(f"the GPU reads a {part} in bf16, this checkpoint has {target}")
+            raise UnsupportedModel(
+                f"the GPU reads a {part} in bf16, this checkpoint has {target}; use device='cpu'"
+            )
         if part not in (ROUTER, TABLE, VECTOR) and target not in RECORD_BYTES:
             raise UnsupportedModel(
                 f"no GPU kernel reads {target} weights ({part}) yet; pass weights='fp4' or 'bf16'"
