@@ -16,8 +16,8 @@
 // 32 CLUSTER. A split takes the next ceil(len / splits) tokens, rounded up to 64. The CLUSTER splits
 // of a cluster are combined through shared memory, each block for its share of the outputs; where
 // there are several clusters a head, the last block to arrive combines their shares.
-// Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT, KV_GROUP (32),
-// CLUSTER (8 or 1).
+// Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT,
+// KV_GROUP (32), CLUSTER (8 or 1).
 // Alignment: 16 bytes everywhere.
 // Numerics: tensor-core products of exact codes with activations and weights split in a 16-bit head
 // and rest, float32 sums, group scales applied in float32; splits are combined in order.

@@ -44,10 +44,10 @@ def check_gpu_support(
                 f"no GPU kernel reads {target} weights ({part}) yet; pass weights='fp4' or 'bf16'"
             )
     for name in (kv.key_format, kv.value_format):
-        if name not in KV_CODES or kv.group_size != 32:
+        if name not in KV_CODES or (name == "fp4" and kv.group_size != 32):
             raise UnsupportedModel(
                 f"kv_cache {name} with group_size {kv.group_size} has no GPU kernel yet; "
-                "use bf16 or fp4 with groups of 32"
+                "use bf16, or fp4 with groups of 32"
             )
 
 

@@ -37,6 +37,7 @@ def test_what_has_kernels_passes() -> None:
     check()
     check(weights="fp4", kv=("bf16", "fp4"))
     check(stored={"attention": "mixed"}, weights="bf16")
+    check(kv=KVCacheConfig("bf16", "bf16", 64))
 
 
 @pytest.mark.parametrize(
