@@ -1,8 +1,8 @@
-"""Milliseconds a token of the GPU decode step, at full size with random weights, beside the floor.
+"""Milliseconds of the GPU decode step, at full size with random weights, beside the floor.
 
     python bench/decode.py qwen3-30b-a3b --weights fp4 --kv fp4 --context 1024
 
-The floor is the bytes that a token must read (active weights and cache) over the read bandwidth
+The floor is the bytes that a step must read (active weights and cache) over the read bandwidth
 that `roofline` measures on this GPU. A step is embedding, all layers, the vocabulary projection and
 the greedy choice, replayed as one CUDA graph; the median of many replays between events.
 """
@@ -73,8 +73,11 @@ def random_matrix(weight_format: str, shape: tuple[int, ...]) -> QuantTensor:
     return QuantTensor(weight_format, shape, records, layout=LAYOUT)
 
 
-def random_weights(spec: ModelSpec, weight_format: str) -> tuple[dict[str, Any], int]:
-    """All parameters, and the bytes of them that one token reads."""
+def random_weights(
+    spec: ModelSpec, weight_format: str, batch: int
+) -> tuple[dict[str, Any], int]:
+    """All parameters, and the bytes of them that a step reads: of the experts those that `batch`
+    tokens choose together, if each chooses at random."""
     weights: dict[str, Any] = {}
     read = 0.0
     for p in decoder_parameters(spec, TensorNames()):
@@ -87,7 +90,8 @@ def random_weights(spec: ModelSpec, weight_format: str) -> tuple[dict[str, Any],
             weights[p.name] = random_matrix(weight_format, p.shape)
             mlp = spec.layers[0].mlp
             assert isinstance(mlp, ExpertSpec)
-            share = mlp.router.top_k / mlp.router.num_experts if p.part == "experts" else 1
+            missed = (1 - mlp.router.top_k / mlp.router.num_experts) ** batch
+            share = 1 - missed if p.part == "experts" else 1
             read += weights[p.name].nbytes * share
     return weights, int(read)
 
@@ -162,7 +166,7 @@ def kernel_microseconds(step: DecodeStep, prepare: Any) -> dict[str, float]:
 def measure(options: argparse.Namespace, bandwidth: float) -> dict[str, Any]:
     """One record of the results file."""
     spec = model_spec(options.shape)
-    weights, weight_bytes = random_weights(spec, options.weights)
+    weights, weight_bytes = random_weights(spec, options.weights, options.batch)
     cache, table, kv_bytes = random_cache(spec, options.kv, options.batch, options.context)
     step = DecodeStep(spec, weights, cache.layers, table, tuning=Tuning(options.splits))
     graph = Graph(step.enqueue)
@@ -181,15 +185,16 @@ def measure(options: argparse.Namespace, bandwidth: float) -> dict[str, Any]:
         "batch": options.batch,
         "context": options.context,
         "splits": step.splits,
-        "ms_per_step": round(ms, 4),
+        "ms_per_token": round(ms, 4),
         "floor_ms": round(total / bandwidth / 1e6, 4),
-        "bytes_per_step": total,
+        "bytes_per_token": total,
         "read_gbps": round(bandwidth),
         "sampling": "greedy",
         "gpu": cp.cuda.runtime.getDeviceProperties(0)["name"].decode(),
         "cuda_runtime": cp.cuda.runtime.runtimeGetVersion(),
         "cupy": cp.__version__,
         "npmoe": npmoe.__version__,
+        "driver": cp.cuda.runtime.driverGetVersion(),
         "date": datetime.date.today().isoformat(),
     }
     if options.kernels:
