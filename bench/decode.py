@@ -73,9 +73,7 @@ def random_matrix(weight_format: str, shape: tuple[int, ...]) -> QuantTensor:
     return QuantTensor(weight_format, shape, records, layout=LAYOUT)
 
 
-def random_weights(
-    spec: ModelSpec, weight_format: str, batch: int
-) -> tuple[dict[str, Any], int]:
+def random_weights(spec: ModelSpec, weight_format: str, batch: int) -> tuple[dict[str, Any], int]:
     """All parameters, and the bytes of them that a step reads: of the experts those that `batch`
     tokens choose together, if each chooses at random."""
     weights: dict[str, Any] = {}

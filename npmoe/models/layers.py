@@ -1,4 +1,4 @@
-"""The forward pass, put together from ops as the specs say; no backend word in here."""
+"""The forward pass on the CPU, put together from ops as the specs say."""
 
 from typing import Any
 

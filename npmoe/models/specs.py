@@ -1,4 +1,5 @@
-"""What a decoder layer is made of, as frozen data; families fill these in and layers.py obeys."""
+"""What a decoder layer is made of, as frozen data; families fill these in, layers.py and
+decode.py obey or refuse."""
 
 from dataclasses import dataclass
 

@@ -70,10 +70,10 @@ def _attend(
     grouped = q.reshape(num_tokens, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)
     scores = grouped @ k.transpose(1, 2, 0)[:, None] * np.float32(scale)  # [kv, ratio, T, L]
     keys = np.arange(k.shape[0])
-    hidden = keys > positions[:, None]
+    masked = keys > positions[:, None]
     if window is not None:
-        hidden |= keys <= positions[:, None] - window
-    scores = np.where(hidden, np.float32(-np.inf), scores)
+        masked |= keys <= positions[:, None] - window
+    scores = np.where(masked, np.float32(-np.inf), scores)
     sink = sinks.reshape(kv_heads, -1, 1, 1)
     top = np.maximum(scores.max(axis=-1, keepdims=True), sink)
     weights = np.exp(scores - top)

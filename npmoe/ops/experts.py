@@ -68,20 +68,21 @@ def experts_ref(
     x: Array,
     gate_up_proj: QuantTensor,
     down_proj: QuantTensor,
-    weights: Array,
-    ids: Array,
+    topk_weights: Array,
+    topk_ids: Array,
     gate_up_bias: Array | None = None,
     down_bias: Array | None = None,
     activation: SwiGLU = PLAIN,
 ) -> Array:
     """The definition: sum over k of topk_weights[t, k] * mlp of expert topk_ids[t, k] -> `[T, H]`.
 
-    x float32 `[T, H]`, gate_up_proj `[E, 2I, H]`, down_proj `[E, H, I]`, weights and ids `[T, K]`,
+    x float32 `[T, H]`, gate_up_proj `[E, 2I, H]`, down_proj `[E, H, I]`, topk_weights float32 and
+    topk_ids int32 `[T, K]`,
     gate_up_bias float32 `[E, 2I]`, down_bias float32 `[E, H]`.
     """
     out = np.zeros_like(x)
     for t in range(x.shape[0]):
-        for weight, e in zip(weights[t], ids[t], strict=True):
+        for weight, e in zip(topk_weights[t], topk_ids[t], strict=True):
             inner = None if gate_up_bias is None else gate_up_bias[e]
             outer = None if down_bias is None else down_bias[e]
             hidden = swiglu_ref(linear_ref(x[t : t + 1], gate_up_proj[e], inner), activation)
