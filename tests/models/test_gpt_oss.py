@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 from npmoe.errors import CheckpointError, UnsupportedModel
 from npmoe.models.convert import convert_checkpoint
 from npmoe.models.families import read_model
-from npmoe.models.loader import OpenModel, load_model, open_model, read_parameter
+from npmoe.models.loader import load_model
+from npmoe.models.stored import OpenModel, open_model, read_parameter
 from npmoe.models.summary import STORED, Memory, summarize
 from tests.golden.golden_cases import CASES, without
 from tests.helpers import GOLDEN, golden_arrays, golden_model, logits_in_chunks, relative_error
