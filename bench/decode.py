@@ -40,7 +40,7 @@ SHAPES = {
     "olmoe-1b-7b-like": (2048, 16, 16, 16, 64, 8, 1024, 50304),
 }
 HEAD_DIM, PAGE = 128, 64
-RESULTS = Path(__file__).parent / "results" / "decode.json"
+RESULTS = Path(__file__).parent / "results"
 
 
 def model_spec(shape: str) -> ModelSpec:
@@ -220,13 +220,14 @@ def main() -> None:
     parser.add_argument("--splits", type=int, help="parts of the context; a multiple of 8")
     parser.add_argument("--kernels", action="store_true", help="time each kernel alone too")
     parser.add_argument("--bandwidth", type=float, help="GB/s; measured if left out")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="default: results/decode-<GPU>.json")
     options = parser.parse_args()
     record = measure(options, options.bandwidth or read_gbps())
     print(json.dumps(record))
-    records = json.loads(options.out.read_text()) if options.out.is_file() else []
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps([*records, record], indent=1) + "\n")
+    out = options.out or RESULTS / f"decode-{record['gpu'].split()[-1].lower()}.json"
+    records = json.loads(out.read_text()) if out.is_file() else []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps([*records, record], indent=1) + "\n")
 
 
 if __name__ == "__main__":
