@@ -21,7 +21,7 @@ import numpy as np
 
 from npmoe.dtypes import gigabytes
 from npmoe.llm import LLM, shipped_model
-from npmoe.models.loader import open_model
+from npmoe.models.stored import open_model
 from npmoe.models.summary import STORED, read_bytes
 from npmoe.sampling import SamplingParams
 

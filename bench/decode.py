@@ -4,12 +4,14 @@
 
 The floor is the bytes that a step must read (active weights and cache) over the read bandwidth
 that `roofline` measures on this GPU. A step is embedding, all layers, the vocabulary projection and
-the greedy choice, replayed as one CUDA graph; the median of many replays between events.
+the greedy choice, replayed as one CUDA graph; the median of many replays between events. Every
+sequence of a batch gets one token a step, so ms_per_token and bytes_per_token are of the step.
 """
 
 import argparse
 import datetime
 import json
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ SHAPES = {
     "olmoe-1b-7b-like": (2048, 16, 16, 16, 64, 8, 1024, 50304),
 }
 HEAD_DIM, PAGE = 128, 64
-RESULTS = Path(__file__).parent / "results" / "decode-h200.json"
+RESULTS = Path(__file__).parent / "results"
 
 
 def model_spec(shape: str) -> ModelSpec:
@@ -161,6 +163,12 @@ def kernel_microseconds(step: DecodeStep, prepare: Any) -> dict[str, float]:
     return found
 
 
+def commit() -> str:
+    """The commit that is measured, with a mark if files differ from it."""
+    command = ("git", "describe", "--always", "--dirty")
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def measure(options: argparse.Namespace, bandwidth: float) -> dict[str, Any]:
     """One record of the results file."""
     spec = model_spec(options.shape)
@@ -192,7 +200,8 @@ def measure(options: argparse.Namespace, bandwidth: float) -> dict[str, Any]:
         "cuda_runtime": cp.cuda.runtime.runtimeGetVersion(),
         "cupy": cp.__version__,
         "npmoe": npmoe.__version__,
-        "driver": cp.cuda.runtime.driverGetVersion(),
+        "commit": commit(),
+        "cuda_driver": cp.cuda.runtime.driverGetVersion(),
         "date": datetime.date.today().isoformat(),
     }
     if options.kernels:
@@ -211,13 +220,14 @@ def main() -> None:
     parser.add_argument("--splits", type=int, help="parts of the context; a multiple of 8")
     parser.add_argument("--kernels", action="store_true", help="time each kernel alone too")
     parser.add_argument("--bandwidth", type=float, help="GB/s; measured if left out")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="default: results/decode-<GPU>.json")
     options = parser.parse_args()
     record = measure(options, options.bandwidth or read_gbps())
     print(json.dumps(record))
-    records = json.loads(options.out.read_text()) if options.out.is_file() else []
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps([*records, record], indent=1) + "\n")
+    out = options.out or RESULTS / f"decode-{record['gpu'].split()[-1].lower()}.json"
+    records = json.loads(out.read_text()) if out.is_file() else []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps([*records, record], indent=1) + "\n")
 
 
 if __name__ == "__main__":

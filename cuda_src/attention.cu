@@ -16,8 +16,9 @@
 // 32 CLUSTER. A split takes the next ceil(len / splits) tokens, rounded up to 64. The CLUSTER splits
 // of a cluster are combined through shared memory, each block for its share of the outputs; where
 // there are several clusters a head, the last block to arrive combines their shares.
-// Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT, KV_GROUP (32),
-// CLUSTER (8 or 1).
+// Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT,
+// KV_GROUP (32), CLUSTER (8 or 1).
+// Alignment: 16 bytes everywhere.
 // Numerics: tensor-core products of exact codes with activations and weights split in a 16-bit head
 // and rest, float32 sums, group scales applied in float32; splits are combined in order.
 // Limit: values in fp4 pages below 49,000 (their scale times 8 must fit fp16).
@@ -25,6 +26,12 @@
 
 #if (HEAD_DIM != 64 && HEAD_DIM != 128) || HEADS % KV_HEADS != 0 || HEADS / KV_HEADS > 8
 #error "attention needs HEAD_DIM 64 or 128 and 1 to 8 query heads a KV head"
+#endif
+#if (K_FORMAT != KV_BF16 && K_FORMAT != KV_FP4) || (V_FORMAT != KV_BF16 && V_FORMAT != KV_FP4)
+#error "define K_FORMAT and V_FORMAT as KV_BF16 (0) or KV_FP4 (1)"
+#endif
+#if KV_GROUP != 32 || PAGE < 1 || (CLUSTER != 1 && CLUSTER != 8)
+#error "attention needs KV_GROUP 32, PAGE 1 or more, and CLUSTER 1 or 8"
 #endif
 
 constexpr int D = HEAD_DIM, RATIO = HEADS / KV_HEADS, THREADS = 256, SPAN = 64;  // tokens a tile

@@ -9,8 +9,15 @@
 //   seq_lens int32 [seqs]             in and out: the embedded token is counted
 //   table    bf16 [vocab][K]          in
 //   capacity int32
-// Grid: seqs blocks of 256 threads. Macros: K (even).
+// Grid: seqs blocks of 256 threads.
+// Macros: K (even).
+// Alignment: table 4 bytes, x 8 bytes.
+// Numerics: exact.
 #include "common.cuh"
+
+#if K % 2 != 0
+#error "embed needs an even K"
+#endif
 
 extern "C" __global__ void __launch_bounds__(256)
 embed(float* __restrict__ x, u64* best, int* tokens, int* history, int* steps, int* seq_lens,

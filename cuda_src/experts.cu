@@ -12,9 +12,22 @@
 //   norm     float32 [HIDDEN]                       in
 // Grid: (any, tokens) blocks of 32 WARPS threads; block (b, token) takes row tiles b, b + gridDim.x, ...
 // Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K, RENORMALIZE; BULK, PARTS,
-// STAGES, BATCH, WARPS: see gemv.cuh.
+// STAGES, BATCH, WARPS: see gemv.cuh. TOP_K 1..32 and at most EXPERTS; RENORMALIZE 0 or 1.
+// Alignment: 16 bytes everywhere.
+// Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sums, the combine
+// weight to hidden, so that `down` sums over experts as over columns.
 #include "gemv.cuh"
 #include "route.cuh"
+
+#if HIDDEN % 128 != 0 || WIDTH % 128 != 0
+#error "experts needs HIDDEN and WIDTH in multiples of 128"
+#endif
+#if TOP_K < 1 || TOP_K > 32 || TOP_K > EXPERTS
+#error "experts needs TOP_K 1 to 32 and at most EXPERTS"
+#endif
+#ifndef RENORMALIZE
+#error "define RENORMALIZE as 0 or 1"
+#endif
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
 gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* router_logits,

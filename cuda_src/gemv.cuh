@@ -42,6 +42,9 @@
 #ifndef WARPS
 #define WARPS 16
 #endif
+#if BATCH < 1 || STAGES < 1 || PARTS < 1 || WARPS < 1 || WARPS > 32
+#error "BATCH, STAGES, PARTS and WARPS are 1 or more, WARPS at most 32"
+#endif
 constexpr int SLICE = 128, TILE = 16, BLOCK_THREADS = 32 * WARPS;
 constexpr int RECORD_BYTES = W_FORMAT == W_FP4 ? 1152 : 4096;
 constexpr float FORMAT_SCALE = W_FORMAT == W_FP4 ? 16384.f : 1.f;
@@ -151,7 +154,7 @@ __device__ __forceinline__ float stage_slice(uint4* staged, int slice, int token
 //   warp has a slice in every chunk (SLICES >= WARPS), else it could mistake one round of a barrier
 //   for the last but one; or the ring is RESIDENT.
 //   EARLY: fetch before grid_wait (the addresses depend on no kernel that may still run).
-//   shared: dynamic shared memory; npmoe/models/decode.py computes its size.
+//   shared: dynamic shared memory; npmoe/models/stream.py computes its size.
 //   tiles: this block's number. chunk(j, k): chunk k of its j-th tile.
 //   weight: [columns], multiplies x, or null.
 //   done(j, row, token, sum, sum_squares): called once for each output by some thread; rows of a
@@ -325,6 +328,7 @@ __device__ __forceinline__ int own_tiles(int all) {
 // With one token: the value of `column` (float32 [16 x row_tiles]) at the row for which this thread
 // will be asked to finish a tile of the first batch.
 __device__ __forceinline__ float row_ahead(const float* column, int row_tiles) {
+  static_assert(BATCH * TILE <= BLOCK_THREADS, "a thread finishes one row of a batch");
   int tile = blockIdx.x + threadIdx.x / TILE * gridDim.x;
   bool mine = threadIdx.x < BATCH * TILE && tile < row_tiles;
   return mine ? __ldcg(column + tile * TILE + threadIdx.x % TILE) : 0.f;

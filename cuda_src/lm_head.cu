@@ -9,7 +9,13 @@
 //   rows, vocab (rows that count; the rest is padding), tokens int32; eps float32
 // Grid: any number of blocks of 32 WARPS threads; block b takes row tiles b, b + grid, ...
 // Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8); BULK, PARTS, STAGES, BATCH, WARPS: see gemv.cuh.
+// Alignment: 16 bytes everywhere.
+// Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sum; of equal logits the lower row wins.
 #include "gemv.cuh"
+
+#if K % 128 != 0 || TOKENS < 1 || TOKENS > 8
+#error "lm_head needs K in multiples of 128 and TOKENS 1 to 8"
+#endif
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
 lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const float* x,

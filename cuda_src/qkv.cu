@@ -9,7 +9,12 @@
 // Grid: any number of blocks of 32 WARPS threads; block b takes row tiles b, b + grid, ...
 // Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8); BULK, PARTS, STAGES, BATCH, WARPS: see gemv.cuh.
 // Alignment: 16 bytes everywhere.
+// Numerics: see gemv.cuh; norm factor and bias are applied in float32 to the finished sum.
 #include "gemv.cuh"
+
+#if K % 128 != 0 || TOKENS < 1 || TOKENS > 8
+#error "qkv needs K in multiples of 128 and TOKENS 1 to 8"
+#endif
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
 qkv(float* __restrict__ projected, const u8* __restrict__ w, const float* __restrict__ bias,

@@ -5,6 +5,8 @@
 //   data 16-byte words [count]   in
 //   count int32
 // Grid: any number of blocks of 512 threads.
+// Macros: none.
+// Alignment: 16 bytes.
 #include "common.cuh"
 
 extern "C" __global__ void __launch_bounds__(512)

@@ -7,6 +7,7 @@
 //   tokens int32; eps float32
 // Grid: EXPERTS blocks of 128 threads; the four warps of a block share K, weights in registers.
 // Macros: K (multiple of 128), EXPERTS.
+// Alignment: w 8 bytes, x and norm 16 bytes.
 // Numerics: float32 products and sums; lanes by a butterfly, then warps in order.
 #include "common.cuh"
 

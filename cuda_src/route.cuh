@@ -15,6 +15,7 @@ struct Choice {
 // [COUNT] in global memory. NORMALIZED: weights sum to 1, else they are softmax over all experts.
 template <int COUNT, int CHOSEN, bool NORMALIZED>
 __device__ __forceinline__ void choose_experts(Choice<CHOSEN>& choice, const float* logits) {
+  static_assert(CHOSEN <= 32 && CHOSEN <= COUNT, "a lane keeps the weight of one chosen expert");
   constexpr int HELD = (COUNT + 31) / 32;
   int lane = threadIdx.x & 31;
   u32 keys[HELD];

@@ -21,7 +21,7 @@ from npmoe.engine.output import Completion
 from npmoe.errors import NpmoeError, PromptError, TokenizerError
 from npmoe.llm import LLM, shipped_model
 from npmoe.models.convert import convert_checkpoint
-from npmoe.models.loader import open_model
+from npmoe.models.stored import open_model
 from npmoe.models.summary import EXAMPLE_MEMORY_GB, Memory, describe, summarize
 from npmoe.runtime.device import free_memory
 from npmoe.runtime.progress import say

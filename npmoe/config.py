@@ -234,6 +234,9 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
+    swiglu_alpha: float = 1.0
+    swiglu_limit: float | None = None
+    quant_method: str | None = None
     layer_is_moe: tuple[bool, ...] = ()
     layer_windows: tuple[int | None, ...] = ()
     bos_token_id: int | None = None
@@ -276,11 +279,38 @@ def read_common(reader: ConfigReader, **family: Any) -> ModelConfig:
         "eos_token_ids": token_ids(reader.raw.get("eos_token_id"), reader.where),
     }
     reader.expect("hidden_act", "silu", "swish")
-    reader.expect("quantization_config")
+    if "quant_method" not in family:
+        reader.expect("quantization_config")
     values.update(family)
     config = ModelConfig(**values)
     _check_config(config, reader.where)
     return config
+
+
+def read_window(reader: ConfigReader, absent: int | None, least: int = 1) -> int | None:
+    """`sliding_window`: null means none, a config without the key means `absent`."""
+    window = reader.take_int("sliding_window", default=None, least=least)
+    return window if "sliding_window" in reader.raw else absent
+
+
+def read_layer_windows(
+    reader: ConfigReader, window: int | None, default: list[str]
+) -> tuple[int | None, ...]:
+    """The window of each layer by `layer_types`; `default` has the types where the key is absent.
+
+    Raises UnsupportedModel for other types and where they are not as many as the layers.
+    """
+    types = reader.take("layer_types", default=default)
+    legal = ("sliding_attention", "full_attention")
+    if (
+        not isinstance(types, list)
+        or len(types) != len(default)
+        or any(kind not in legal for kind in types)
+    ):
+        raise UnsupportedModel(
+            f"{reader.where}: layer_types = {types!r} is not implemented for {len(default)} layers"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _check_config(config: ModelConfig, where: str) -> None:

@@ -32,8 +32,9 @@ from npmoe.kv.pages import PageAllocator
 from npmoe.kv.storage import KVCache, check_kv_format, kv_bytes_per_token
 from npmoe.models.gpu import GpuModel, check_gpu_support
 from npmoe.models.layers import CausalLM
-from npmoe.models.loader import load_model, open_model, stored_formats
+from npmoe.models.loader import load_model
 from npmoe.models.specs import ModelSpec
+from npmoe.models.stored import open_model, stored_formats
 from npmoe.ops.linear import FEW_TOKENS
 from npmoe.runtime.device import free_memory, resolve_device
 from npmoe.runtime.progress import say
@@ -176,10 +177,8 @@ class LLM:
         self.max_seq_len = min(wanted, fitting * size)
         pages_each = math.ceil(self.max_seq_len / size)
         num_pages = min(options.max_num_seqs * pages_each, fitting)
-        spare = int(
-            isinstance(model, GpuModel)
-        )  # a scratch page for rows of a graph without a token
-        cache = _make_cache(spec, num_pages + spare, size, kv, self.device)
+        scratch_pages = 1 if isinstance(model, GpuModel) else 0
+        cache = _make_cache(spec, num_pages + scratch_pages, size, kv, self.device)
         if isinstance(model, GpuModel):
             model.bind(cache.layers, pages_each)
         short = "" if self.max_seq_len == wanted else f" (the model allows {wanted:,})"

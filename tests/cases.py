@@ -45,6 +45,7 @@ class AttentionCase:
     head_dim: int = 32
     page_size: int = 16
     window: int | None = None
+    sinks: bool = False
 
 
 ATTENTION = (
@@ -57,6 +58,8 @@ ATTENTION = (
     AttentionCase("full_page", (15,), (1,)),
     AttentionCase("window", (30, 2), (3, 20), window=7),
     AttentionCase("window_of_one", (9,), (2,), window=1),
+    AttentionCase("sinks", (30, 2, 9), (3, 20, 1), sinks=True),
+    AttentionCase("sinks_window", (40, 3), (1, 12), num_heads=6, window=7, sinks=True),
     AttentionCase("one_head_each", (10,), (4,), num_heads=3, num_kv_heads=3),
     AttentionCase("wide_ratio", (10,), (9,), num_heads=8, num_kv_heads=1, head_dim=64),
     AttentionCase("small_pages", (13,), (2,), page_size=4),
@@ -73,6 +76,7 @@ class ExpertsCase:
     width: int
     num_experts: int
     top_k: int
+    biases: bool = False
 
 
 EXPERTS = (
@@ -81,6 +85,7 @@ EXPERTS = (
     ExpertsCase("many", 24, 64, 32, 3, 2),
     ExpertsCase("one_expert", 4, 32, 64, 1, 1),
     ExpertsCase("all_experts", 3, 32, 32, 4, 4),
+    ExpertsCase("biases", 5, 64, 96, 4, 3, biases=True),
 )
 
 __all__ = ["ATTENTION", "EXPERTS", "FOUR_BIT", "KV_FORMATS", "KV_PAIRS", "LINEAR", "WEIGHT_FORMATS"]

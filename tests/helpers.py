@@ -12,7 +12,8 @@ from npmoe.batch import Batch
 from npmoe.config import KVCacheConfig
 from npmoe.kv.storage import KVCache
 from npmoe.models.layers import CausalLM
-from npmoe.models.loader import load_model, open_model
+from npmoe.models.loader import load_model
+from npmoe.models.stored import open_model
 from npmoe.ops.quantize import KVPages
 
 GOLDEN = Path(__file__).parent / "golden"

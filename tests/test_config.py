@@ -18,7 +18,7 @@ from npmoe.config import (
 from npmoe.errors import UnsupportedModel
 from npmoe.models.families import FAMILIES, read_model
 from npmoe.models.specs import ExpertSpec, MLPSpec
-from tests.golden.golden_cases import CASES
+from tests.golden.golden_cases import CASES, without
 
 Raw = dict[str, Any]
 
@@ -153,8 +153,28 @@ def test_layers_with_and_without_experts() -> None:
         ),
     ],
 )
-def test_windows_of_qwen3(changes: Raw, windows: tuple[int | None, ...]) -> None:
-    assert read(CASES["qwen3"] | changes).layer_windows == windows
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_windows_of_some_layers(name: str, changes: Raw, windows: tuple[int | None, ...]) -> None:
+    assert read(CASES[name] | changes).layer_windows == windows
+
+
+@pytest.mark.parametrize("types", ["full_attention", 3, [{}] * 3, ["full_attention"] * 2])
+def test_layer_types_that_are_none(types: Any) -> None:
+    with pytest.raises(UnsupportedModel, match="layer_types"):
+        read(CASES["qwen2"] | {"layer_types": types})
+
+
+def test_a_window_of_null_is_none_and_an_absent_one_the_familys_default() -> None:
+    assert read(CASES["mistral"]).layer_windows == (20, 20)
+    assert read(CASES["mistral"] | {"sliding_window": None}).layer_windows == (None, None)
+    assert read(without(CASES["mistral"], "sliding_window")).layer_windows == (4096, 4096)
+    assert read(without(CASES["qwen2"], "sliding_window")).layer_windows == (None, 4096, 4096)
+
+
+def test_biases_of_qwen2_are_those_of_q_k_and_v() -> None:
+    for name, expected in (("qwen2", (True, False)), ("qwen3", (True, True))):
+        attention = read_model(CASES[name], "config.json")[1].layers[0].attention
+        assert (attention.qkv_bias, attention.output_bias) == expected
 
 
 def test_eos_may_be_none_one_or_several() -> None:

@@ -1,1 +1,2 @@
-"""Model families as specs over shared layers, and the loader that fills them with weights."""
+"""Model families as specs; their forward pass on the CPU (`layers`) and the GPU (`gpu`, `decode`);
+and what brings a checkpoint into them (`stored`, `loader`)."""

@@ -20,19 +20,19 @@ from npmoe.checkpoint import INDEX_NAME
 from npmoe.config import WeightsPolicy
 from npmoe.dtypes import SAFETENSORS_DTYPES
 from npmoe.errors import CheckpointError, UnsupportedModel
-from npmoe.models.loader import (
+from npmoe.models.loader import cannot_be, convert_parameter
+from npmoe.models.parameters import VECTOR, Parameter
+from npmoe.models.stored import (
     LAYOUT_VERSION,
+    MIXED,
     QUANT_METHOD,
     OpenModel,
-    cannot_be,
-    convert_parameter,
     open_model,
     read_parameter,
     shares_table,
     stored_arrays,
-    stored_format,
+    stored_formats,
 )
-from npmoe.models.parameters import VECTOR, Parameter
 from npmoe.runtime.progress import progress
 
 SHARD_BYTES = 4_000_000_000
@@ -96,14 +96,9 @@ def written_formats(opened: OpenModel, policy: WeightsPolicy) -> dict[str, str]:
     UnsupportedModel where a part that is quantised already would change its format: that would lose
     twice.
     """
-    natives: dict[str, set[str]] = {}
-    for parameter in opened.parameters:
-        native = stored_format(opened, parameter)
-        if native is not None:
-            natives.setdefault(parameter.part, set()).add(native)
     formats = {}
-    for part, found in natives.items():
-        stored = found.pop() if len(found) == 1 else "fp32"
+    for part, found in stored_formats(opened).items():
+        stored = "fp32" if found == MIXED else found
         formats[part] = policy.get(part, stored)
         if stored not in _EXACT and formats[part] != stored:
             raise UnsupportedModel(

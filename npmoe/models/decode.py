@@ -12,8 +12,12 @@ import numpy as np
 
 from npmoe.dtypes import Array
 from npmoe.errors import UnsupportedModel
-from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
+from npmoe.formats.fragments import COLUMNS, ROWS
+from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models.specs import ExpertSpec, ModelSpec
+from npmoe.models.stream import Stream
+from npmoe.ops.experts import PLAIN
+from npmoe.ops.quantize import KVPages
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
 from npmoe.runtime.device import cupy
 from npmoe.runtime.launch import launch
@@ -40,7 +44,7 @@ class DecodeStep:
         self,
         spec: ModelSpec,
         weights: dict[str, Any],
-        cache: list[tuple[Any, Any]],
+        cache: list[tuple[KVPages, KVPages]],
         block_table: Array,
         history: int = 4096,
         tuning: Tuning | None = None,
@@ -55,7 +59,9 @@ class DecodeStep:
         self.seqs = seqs = block_table.shape[0]
         a = spec.layers[0].attention
         check_decode_spec(spec)
-        self.blocks = self.tuning.blocks or xp.cuda.Device().attributes["MultiProcessorCount"]
+        gpu = xp.cuda.Device().attributes
+        self.blocks = self.tuning.blocks or gpu["MultiProcessorCount"]
+        self.bulk, self.shared_bytes = bulk(), gpu["MaxSharedMemoryPerBlockOptin"]
         rows = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
         mlp = spec.layers[0].mlp
         assert isinstance(mlp, ExpertSpec)
@@ -174,7 +180,7 @@ class DecodeStep:
             "KV_HEADS": a.num_kv_heads,
             "HEAD_DIM": a.head_dim,
             "PAGE": k.page_size,
-            "CLUSTER": CLUSTER if bulk() else 1,
+            "CLUSTER": CLUSTER if self.bulk else 1,
             "K_FORMAT": KV_CODES[k.format],
             "V_FORMAT": KV_CODES[v.format],
         }
@@ -213,7 +219,7 @@ class DecodeStep:
         }
         top_k, blocks = router.top_k, self.blocks
         tiles = -(-top_k * 2 * width // ROWS // blocks)
-        stream = _Stream.fit(gate_up.format, hidden // COLUMNS, 1, 1, tiles)
+        stream = self._stream(gate_up.format, hidden // COLUMNS, 1, 1, tiles)
         launch(
             kernel("experts", "gate_up", **macros, **stream.macros()),
             (self.blocks, self.seqs),
@@ -227,7 +233,7 @@ class DecodeStep:
             shared=stream.shared,
         )
         tiles = -(-(hidden // ROWS) // blocks)
-        stream = _Stream.fit(down.format, width // COLUMNS, top_k, 1, tiles)
+        stream = self._stream(down.format, width // COLUMNS, top_k, 1, tiles)
         launch(
             kernel("experts", "down", **macros, **stream.macros()),
             (self.blocks, self.seqs),
@@ -239,76 +245,20 @@ class DecodeStep:
             shared=stream.shared,
         )
 
-    def _gemv(self, stem: str, w: Any) -> tuple[Any, int, int]:
+    def _gemv(self, stem: str, w: QuantTensor) -> tuple[Any, int, int]:
         """The kernel for a dense weight, its threads a block and its dynamic shared memory."""
         slices = w.shape[1] // COLUMNS
-        stream = _Stream.fit(w.format, slices, 1, self.seqs, -(-w.codes.shape[0] // self.blocks))
+        tiles = -(-w.codes.shape[0] // self.blocks)
+        stream = self._stream(w.format, slices, 1, self.seqs, tiles)
         macros = {"K": w.shape[1], "TOKENS": self.seqs, "W_FORMAT": W_CODES[w.format]}
         return kernel(stem, stem, **macros, **stream.macros()), 32 * stream.warps, stream.shared
 
-
-@dataclass(frozen=True)
-class _Stream:
-    """How gemv.cuh's stream_tiles runs: chunks in its ring, tiles between reductions, memory."""
-
-    parts: int
-    stages: int
-    resident: bool
-    batch: int
-    warps: int
-    shared: int
-
-    @classmethod
-    def fit(cls, form: str, slices: int, stacked: int, tokens: int, tiles: int) -> "_Stream":
-        """For tiles of `stacked` runs of `slices` records, at most `tiles` tiles a block.
-
-        Raises UnsupportedModel where activations and ring do not fit shared memory.
-        """
-        record = RECORD_BYTES[form]
-        parts = next(
-            p
-            for p in range(1, slices + 1)
-            if slices % p == 0 and (slices // p * record <= CHUNK_BYTES or p == slices)
-        )
-        each, total = slices // parts, tiles * stacked * parts
-        place = each * record + 16  # a chunk in the ring with its two barriers
-        staged = slices * stacked * tokens * (2 * 16 * 16 + 4)
-        # fp4 is bound by instructions and wants many warps; more tokens need more registers.
-        for warps in (16, 8, 4, 2, 1) if form == "fp4" and tokens <= 4 else (8, 4, 2, 1):
-            batch, stages = min(tiles, MAX_BATCH, 2 * warps), 2  # a thread finishes one row
-            while True:
-                shared = staged + warps * tokens * 4 * (1 + ROWS * batch)
-                room = (MAX_SHARED_BYTES - shared) // place
-                if not bulk() or batch == 1 or room >= min(total, 2):
-                    break
-                batch //= 2
-            if bulk():
-                stages = min(total, room, max(2, RING_BYTES // place))
-                shared += stages * place
-            if not bulk() or stages == total or (stages >= 2 and each >= warps):
-                return cls(parts, stages, bulk() and stages == total, batch, warps, shared)
-        raise UnsupportedModel(
-            f"{slices * stacked * COLUMNS} columns x {tokens} tokens do not fit shared memory; "
-            "use device='cpu'"
-        )
-
-    def macros(self) -> dict[str, int]:
-        """What the kernel must know of this."""
-        return {
-            "PARTS": self.parts,
-            "STAGES": self.stages,
-            "RESIDENT": int(self.resident),
-            "BATCH": self.batch,
-            "BULK": int(bulk()),
-            "WARPS": self.warps,
-        }
+    def _stream(self, form: str, slices: int, stacked: int, tokens: int, tiles: int) -> Stream:
+        return Stream.fit(form, slices, stacked, tokens, tiles, self.bulk, self.shared_bytes)
 
 
-CHUNK_BYTES = 40_000
-MAX_SHARED_BYTES = 227 * 1024
 CLUSTER = 8
-RING_BYTES = 114_000
-MAX_BATCH = 16
+MAX_TOP_K = 32
 _LAYER_WEIGHTS = (
     *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),
     *("post_attention_layernorm", "router", "gate_up_proj", "down_proj"),
@@ -318,18 +268,31 @@ _LAYER_WEIGHTS = (
 def check_decode_spec(spec: ModelSpec) -> None:
     """Raises UnsupportedModel for a layer that the decode kernels do not run."""
     if spec.rope.rope_type == "longrope":
-        raise UnsupportedModel("no decode kernel yet for longrope; use device='cpu'")
+        raise _no_kernel("longrope")
+    if spec.rope.partial_rotary_factor != 1:
+        raise _no_kernel("rotary on a part of each head")
     for layer in spec.layers:
-        a = layer.attention
+        a, mlp = layer.attention, layer.mlp
+        if not isinstance(mlp, ExpertSpec):
+            raise _no_kernel("a dense MLP")
+        top_k = mlp.router.top_k
         for what, present in (
-            ("a dense MLP", not isinstance(layer.mlp, ExpertSpec)),
+            (f"{top_k} experts a token", top_k > MAX_TOP_K),
             ("a sliding window", a.window is not None),
+            ("attention sinks", a.sinks),
             ("clipped q, k and v", a.clip is not None),
             ("a q/k norm over the projection", a.qk_norm == "projection"),
             (f"head_dim {a.head_dim}", a.head_dim not in (64, 128)),
             ("more than 8 query heads a KV head", a.num_heads > 8 * a.num_kv_heads),
             (f"hidden_size {spec.hidden_size}", spec.hidden_size % COLUMNS > 0),
             (f"heads of {a.num_heads} x {a.head_dim}", a.num_heads * a.head_dim % COLUMNS > 0),
+            ("a router bias", mlp.router.bias),
+            ("expert biases", mlp.bias),
+            (f"experts with {mlp.activation}", mlp.activation != PLAIN),
         ):
             if present:
-                raise UnsupportedModel(f"no decode kernel yet for {what}; use device='cpu'")
+                raise _no_kernel(what)
+
+
+def _no_kernel(what: str) -> UnsupportedModel:
+    return UnsupportedModel(f"no decode kernel yet for {what}; use device='cpu'")

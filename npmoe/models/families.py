@@ -5,14 +5,17 @@ from typing import Any
 
 from npmoe.config import ConfigReader, ModelConfig
 from npmoe.errors import UnsupportedModel
-from npmoe.models import llama, mixtral, olmoe, qwen3, qwen3_moe
+from npmoe.models import gpt_oss, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe
 from npmoe.models.parameters import Parameter
 from npmoe.models.specs import ModelSpec
 
 FAMILIES: dict[str, ModuleType] = {
+    "gpt_oss": gpt_oss,
     "llama": llama,
+    "mistral": mistral,
     "mixtral": mixtral,
     "olmoe": olmoe,
+    "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
 }

@@ -36,20 +36,22 @@ def check_gpu_support(
     for part, stored in formats.items():
         target = policy.get(part, stored)
         if part in (ROUTER, TABLE) and target != "bf16":
-            raise UnsupportedModel(f"the GPU reads a {part} in bf16, this checkpoint has {target}")
+            raise UnsupportedModel(
+                f"the GPU reads a {part} in bf16, this checkpoint has {target}; use device='cpu'"
+            )
         if part not in (ROUTER, TABLE, VECTOR) and target not in RECORD_BYTES:
             raise UnsupportedModel(
                 f"no GPU kernel reads {target} weights ({part}) yet; pass weights='fp4' or 'bf16'"
             )
     for name in (kv.key_format, kv.value_format):
-        if name not in KV_CODES or kv.group_size != 32:
+        if name not in KV_CODES or (name == "fp4" and kv.group_size != 32):
             raise UnsupportedModel(
                 f"kv_cache {name} with group_size {kv.group_size} has no GPU kernel yet; "
-                "use bf16 or fp4 with groups of 32"
+                "use bf16, or fp4 with groups of 32"
             )
 
 
-def prepare_for_gpu(parameter: Parameter, w: QuantTensor) -> Any:
+def prepare_for_gpu(parameter: Parameter, w: QuantTensor) -> QuantTensor | Array:
     """A matrix on the device as the decode kernels read it: tables and routers as bf16 bits, others
     as fragments; expert gate and up rows alternate, widths padded to 128 with zeros."""
     if parameter.part in (ROUTER, TABLE):
@@ -98,7 +100,7 @@ class GpuModel:
     """Runs batches as CausalLM does, on the device; logits come back as NumPy arrays."""
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Any]) -> None:
-        """weights: parameter name -> float32 vector or what `prepare_for_gpu` gave."""
+        """weights: parameter name -> float32 vector, or what `prepare_for_gpu` gave."""
         self.spec, self.weights = spec, weights
         self._steps: dict[int, tuple[DecodeStep, Graph]] = {}
         self._cache: list[tuple[KVPages, KVPages]] | None = None

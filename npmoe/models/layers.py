@@ -1,4 +1,4 @@
-"""The forward pass, put together from ops as the specs say; no backend word in here."""
+"""The forward pass on the CPU, put together from ops as the specs say."""
 
 from typing import Any
 
@@ -59,16 +59,26 @@ class DecoderLayer:
             batch.seq_lens,
             attention.scale,
             attention.window,
+            w.get("sinks"),
         )
         add_output(x, attended, w["o_proj"], w.get("o_bias"))
         norm, mlp = w["post_attention_layernorm"], self.spec.mlp
+        biases = w.get("gate_up_bias"), w.get("down_bias")
         if isinstance(mlp, ExpertSpec):
             r = mlp.router
-            routed = route(x, norm, self.eps, w["router"], r.top_k, r.renormalize)
-            normed, topk_weights, topk_ids = routed
-            add_experts(x, normed, w["gate_up_proj"], w["down_proj"], topk_weights, topk_ids)
+            router = w["router"], r.top_k, r.renormalize, w.get("router_bias")
+            normed, topk_weights, topk_ids = route(x, norm, self.eps, *router)
+            add_experts(
+                x,
+                normed,
+                w["gate_up_proj"],
+                w["down_proj"],
+                topk_weights,
+                topk_ids,
+                *biases,
+                mlp.activation,
+            )
         else:
-            biases = w.get("gate_up_bias"), w.get("down_bias")
             add_mlp(x, rms_norm(x, norm, self.eps), w["gate_up_proj"], w["down_proj"], *biases)
 
 

@@ -18,8 +18,11 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     )
 
 
-def model_spec(config: ModelConfig, qk_norm: str = "none") -> ModelSpec:
-    """The layers of a llama-like decoder; layers marked in layer_is_moe get experts."""
+def model_spec(config: ModelConfig, qk_norm: str = "none", output_bias: bool = True) -> ModelSpec:
+    """The layers of a llama-like decoder; layers marked in layer_is_moe get experts.
+
+    output_bias: whether attention_bias holds for the output projection too.
+    """
     layers = []
     for is_moe, window in zip(config.layer_is_moe, config.layer_windows, strict=True):
         attention = AttentionSpec(
@@ -28,7 +31,8 @@ def model_spec(config: ModelConfig, qk_norm: str = "none") -> ModelSpec:
             head_dim=config.head_dim,
             scale=config.head_dim**-0.5,
             qk_norm=qk_norm,
-            bias=config.attention_bias,
+            qkv_bias=config.attention_bias,
+            output_bias=config.attention_bias and output_bias,
             window=window,
             clip=config.clip_qkv,
         )

@@ -1,274 +1,20 @@
-"""Checkpoint -> prepared weights: checked by name and shape first, then read, converted, laid out.
-
-Two layouts are read. Hugging Face's has one tensor per projection and expert. Ours, written by
-`npmoe convert`, has one tensor per array of a QuantTensor under npmoe's own names, for example
-`layers.0.down_proj.codes` and `layers.0.down_proj.scales`, and names each part's format in
-config.json; a tied head in the embedding's format is not stored again.
-"""
+"""Stored weights -> prepared weights: converted as the user asks, laid out for the device."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
-from npmoe.checkpoint import Checkpoint
-from npmoe.config import ModelConfig, WeightsPolicy
+from npmoe.config import WeightsPolicy, parse_weights
 from npmoe.dtypes import SAFETENSORS_DTYPES, gigabytes
-from npmoe.errors import CheckpointError, OutOfMemory, UnsupportedModel
-from npmoe.formats.quant_tensor import (
-    CODES_PER_BYTE,
-    DEFAULT_GROUP_SIZE,
-    WEIGHT_FORMATS,
-    QuantTensor,
-    concatenate_rows,
-    quantize,
-    stack,
-)
-from npmoe.models.families import read_model
+from npmoe.errors import OutOfMemory
+from npmoe.formats.quant_tensor import CODES_PER_BYTE, QuantTensor, quantize, stack
 from npmoe.models.gpu import GpuModel, prepare_for_gpu
 from npmoe.models.layers import CausalLM
-from npmoe.models.parameters import ROUTER, TABLE, VECTOR, Parameter
-from npmoe.models.specs import ModelSpec
+from npmoe.models.parameters import TABLE, VECTOR, Parameter
+from npmoe.models.stored import OpenModel, listing, read_parameter, stored_arrays, stored_format
 from npmoe.ops.linear import prepare_linear
 from npmoe.runtime.device import free_memory, to_device
 from npmoe.runtime.progress import progress, say
-
-QUANT_METHOD = "npmoe"
-LAYOUT_VERSION = 1
-_NATIVE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_NATIVE_WORDS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-_WORD_OF = {name: word for word, name in _NATIVE_WORDS.items()}
-_SCALE_WORDS = {"fp8": "F32", "mxfp4": "U8", "nvfp4": "U8"}  # the others have fp16 scales
-
-
-@dataclass(frozen=True)
-class OpenModel:
-    """A checkpoint whose headers were read and checked; no weight has been touched yet."""
-
-    checkpoint: Checkpoint
-    config: ModelConfig
-    spec: ModelSpec
-    parameters: list[Parameter]
-    converted: dict[str, Any] | None
-
-
-def open_model(path: Any, ignored: tuple[str, ...] = ()) -> OpenModel:
-    """Reads config and headers and checks that every tensor is there, fits, and is used.
-
-    Raises CheckpointError and UnsupportedModel.
-    """
-    checkpoint = Checkpoint(path)
-    raw = dict(checkpoint.config)
-    quantization = raw.get("quantization_config")
-    converted = None
-    if isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD:
-        del raw["quantization_config"]
-        converted = quantization
-        _check_layout(checkpoint, quantization)
-    where = str(checkpoint.folder / "config.json")
-    if raw.get("tie_word_embeddings") and _has_own_head(checkpoint):
-        raw["tie_word_embeddings"] = False
-    config, spec, parameters = read_model(raw, where, ignored)
-    opened = OpenModel(checkpoint, config, spec, parameters, converted)
-    _check_tensors(opened)
-    return opened
-
-
-def _check_layout(checkpoint: Checkpoint, quantization: dict[str, Any]) -> None:
-    where = f"{checkpoint.folder / 'config.json'}: quantization_config"
-    if quantization.get("version") != LAYOUT_VERSION:
-        raise UnsupportedModel(
-            f"{where}: version {quantization.get('version')!r} is not implemented (npmoe reads "
-            f"{LAYOUT_VERSION}); convert the original checkpoint with this npmoe"
-        )
-    formats = quantization.get("formats")
-    if not isinstance(formats, dict):
-        raise CheckpointError(f"{where}: formats = {formats!r}, expected part -> format")
-    for part, name in formats.items():
-        if not isinstance(name, str) or name not in WEIGHT_FORMATS:
-            raise UnsupportedModel(
-                f"{where}: {part} has the format {name!r}; npmoe reads {', '.join(WEIGHT_FORMATS)}"
-            )
-
-
-def _has_own_head(checkpoint: Checkpoint) -> bool:
-    """Whether a head that the config calls tied is there with other values; it counts then."""
-    head, table = "lm_head.weight", "model.embed_tokens.weight"
-    if head not in checkpoint or table not in checkpoint:
-        return False
-    return not np.array_equal(checkpoint.get(head), checkpoint.get(table))
-
-
-def _check_tensors(opened: OpenModel) -> None:
-    checkpoint = opened.checkpoint
-    missing = []
-    for parameter in opened.parameters:
-        for name, shape, words in expected_tensors(opened, parameter):
-            if name not in checkpoint:
-                missing.append(name)
-                continue
-            checkpoint.mark_used(name)
-            if checkpoint.shape(name) != shape:
-                raise CheckpointError(
-                    f"{checkpoint.folder}: tensor {name!r} has shape "
-                    f"{list(checkpoint.shape(name))}, the config asks for {list(shape)}"
-                )
-            word = checkpoint.tensors[name].dtype
-            if word not in words:
-                raise UnsupportedModel(
-                    f"{checkpoint.folder}: tensor {name!r} has dtype {word}; it is read as "
-                    f"{' or '.join(words)}"
-                )
-    if missing:
-        raise CheckpointError(f"{checkpoint.folder}: {_listing(missing)} missing")
-    unused = [name for name in checkpoint.unused() if not _may_be_left(opened, name)]
-    if unused:
-        raise CheckpointError(
-            f"{checkpoint.folder}: {_listing(unused)} not used by model_type "
-            f"{opened.config.model_type!r} with this config; the checkpoint and its config.json "
-            "do not belong together"
-        )
-
-
-def _listing(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"tensor{'s' * (len(names) > 1)} {', '.join(map(repr, names[:3]))}{more}"
-
-
-def _may_be_left(opened: OpenModel, name: str) -> bool:
-    """Tensors that are no part of the computation: buffers, a tied head, layers past the last."""
-    if name.endswith("rotary_emb.inv_freq") or (opened.spec.tied and name == "lm_head.weight"):
-        return True
-    parts = name.split(".")
-    is_layer = parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdigit()
-    return is_layer and int(parts[2]) >= opened.config.num_hidden_layers
-
-
-def expected_tensors(
-    opened: OpenModel, parameter: Parameter
-) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """Names, shapes and legal dtype words of the checkpoint tensors behind a parameter."""
-    if opened.converted is not None:
-        format_name = stored_format(opened, parameter)
-        if format_name is None:
-            yield parameter.name, parameter.shape, ("F32",)
-            return
-        name = _stored_name(opened, parameter)
-        for field, (word, shape) in _fields(opened, parameter, format_name).items():
-            yield f"{name}.{field}", shape, (word,)
-        return
-    words = tuple(_NATIVE_WORDS)
-    if parameter.fused is not None and parameter.fused in opened.checkpoint:
-        yield parameter.fused, parameter.shape, words
-    else:
-        for group in parameter.sources:
-            for name, rows in zip(group, parameter.rows, strict=True):
-                yield name, (rows, *parameter.shape[2 if parameter.stacked else 1 :]), words
-
-
-def stored_format(opened: OpenModel, parameter: Parameter) -> str | None:
-    """The weight format in which the checkpoint holds a matrix; None for vectors.
-
-    fp32 where its tensors differ in type, since fp32 holds them all.
-    """
-    if parameter.part == VECTOR:
-        return None
-    if opened.converted is not None:
-        formats = opened.converted["formats"]
-        if parameter.part not in formats:
-            raise CheckpointError(
-                f"{opened.checkpoint.folder}: quantization_config names no format for "
-                f"{parameter.part!r}"
-            )
-        return formats[parameter.part]
-    tensors = opened.checkpoint.tensors
-    words = {tensors[name].dtype for name, *_ in expected_tensors(opened, parameter)}
-    return _NATIVE_WORDS[words.pop()] if len(words) == 1 else "fp32"
-
-
-def shares_table(parameter: Parameter, tied: bool, formats: dict[str, str]) -> bool:
-    """Whether a converted checkpoint stores this parameter, the head, as the embedding only."""
-    return parameter.part == "lm_head" and tied and formats["lm_head"] == formats.get(TABLE)
-
-
-def _stored_name(opened: OpenModel, parameter: Parameter) -> str:
-    assert opened.converted is not None
-    shared = shares_table(parameter, opened.spec.tied, opened.converted["formats"])
-    return "embed_tokens" if shared else parameter.name
-
-
-def stored_arrays(
-    format_name: str, shape: tuple[int, ...]
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """QuantTensor field -> (dtype word, shape): how a converted matrix `[..., N, K]` is stored.
-
-    Raises ValueError where K is not a multiple of the format's group.
-    """
-    *lead, columns = shape
-    if format_name in _WORD_OF:
-        return {"codes": (_WORD_OF[format_name], shape)}
-    group = DEFAULT_GROUP_SIZE.get(format_name, columns)
-    if columns % group:
-        raise ValueError(f"{columns} columns are not a multiple of its group, {group}")
-    scales = (*lead, columns // group)
-    arrays = {
-        "codes": ("U8", (*lead, columns // CODES_PER_BYTE.get(format_name, 1))),
-        "scales": (_SCALE_WORDS.get(format_name, "F16"), scales),
-    }
-    if format_name == "int4_asym":
-        arrays["zeros"] = ("U8", scales)
-    if format_name == "nvfp4":
-        arrays["global_scale"] = ("F32", tuple(lead[:-1]))
-    return arrays
-
-
-def _fields(
-    opened: OpenModel, parameter: Parameter, format_name: str
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    try:
-        return stored_arrays(format_name, parameter.shape)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{opened.checkpoint.folder}: {parameter.name} cannot be {format_name}: {error}"
-        ) from None
-
-
-def read_parameter(opened: OpenModel, parameter: Parameter) -> Any:
-    """A vector as float32, a matrix as QuantTensor in the format that the checkpoint has."""
-    get = opened.checkpoint.get
-    if opened.converted is not None and parameter.part == VECTOR:
-        return np.asarray(get(parameter.name), np.float32)
-    if opened.converted is not None:
-        name = stored_format(opened, parameter)
-        assert name is not None
-        stored = _stored_name(opened, parameter)
-        fields = _fields(opened, parameter, name)
-        arrays: dict[str, Any] = {f: get(f"{stored}.{f}") for f in fields}
-        if name in ("bf16", "fp16"):
-            arrays["codes"] = arrays["codes"].view(np.uint16)
-        group = DEFAULT_GROUP_SIZE.get(name, parameter.shape[-1]) if "scales" in arrays else 1
-        w = QuantTensor(name, parameter.shape, arrays.pop("codes"), block=(1, group))
-        return replace(w, **arrays)
-    if parameter.part == VECTOR:
-        rows = [np.asarray(get(name), np.float32) for name in parameter.sources[0]]
-        return np.concatenate(rows)
-    if parameter.fused is not None and parameter.fused in opened.checkpoint:
-        return _native_tensor(get(parameter.fused))
-    target = stored_format(opened, parameter)
-    assert target is not None
-    groups = []
-    for names in parameter.sources:
-        parts = [_native_tensor(get(name)) for name in names]
-        parts = [p if p.format == target else quantize(p.dequantize(), target) for p in parts]
-        groups.append(concatenate_rows(parts))
-    return stack(groups) if parameter.stacked else groups[0]
-
-
-def _native_tensor(a: np.ndarray) -> QuantTensor:
-    name = _NATIVE[a.dtype.name]
-    return QuantTensor(name, a.shape, a if name == "fp32" else a.view(np.uint16))
 
 
 def convert_parameter(parameter: Parameter, w: QuantTensor, policy: WeightsPolicy) -> QuantTensor:
@@ -335,43 +81,32 @@ def load_model(
         weights[parameter.name] = w
     extra = [n for n in opened.checkpoint.unused() if not n.endswith("inv_freq")]
     if extra:
-        say(f"left out {_listing(extra)}: no part of this model's forward pass", quiet)
+        say(f"left out {listing(extra)}: no part of this model's forward pass", quiet)
     return GpuModel(opened.spec, weights) if device == "cuda" else CausalLM(opened.spec, weights)
 
 
-def stored_formats(opened: OpenModel) -> dict[str, str]:
-    """Part -> the format in which the checkpoint holds its matrices."""
-    found = {}
-    for parameter in opened.parameters:
-        name = stored_format(opened, parameter)
-        if name is not None:
-            found[parameter.part] = name
-    return found
-
-
 def _check_memory(opened: OpenModel, policy: WeightsPolicy, device: str) -> None:
+    needed, free = _needed_bytes(opened, policy, device), free_memory(device)
+    if needed <= free:
+        return
+    hint = ""
+    with suppress(ValueError):  # a matrix that fp4 cannot hold
+        smaller = _needed_bytes(opened, parse_weights("fp4"), device)
+        hint = f"; weights='fp4' would take {gigabytes(smaller)}" if smaller < needed else ""
+    raise OutOfMemory(f"the weights need {gigabytes(needed)}, {gigabytes(free)} are free{hint}")
+
+
+def _needed_bytes(opened: OpenModel, policy: WeightsPolicy, device: str) -> float:
+    """Bytes of all prepared matrices; on the CPU the embedding stays in the mapped file."""
+    measure = running_bytes if device == "cpu" else format_bytes
     needed = 0.0
     for parameter in opened.parameters:
-        if parameter.part not in (VECTOR, TABLE):
-            native = stored_format(opened, parameter)
-            assert native is not None
-            target = policy.get(parameter.part, native)
-            try:
-                size = running_bytes if device == "cpu" else format_bytes
-                needed += size(target, parameter.shape)
-            except ValueError as error:
-                raise cannot_be(parameter, target, error) from None
-    free = free_memory(device)
-    if needed > free:
-        matrices = [p for p in opened.parameters if p.part not in (VECTOR, TABLE, ROUTER)]
-        raise OutOfMemory(
-            f"the weights need {gigabytes(needed)}, {gigabytes(free)} are free{_smaller(matrices)}"
-        )
-
-
-def _smaller(matrices: list[Parameter]) -> str:
-    try:
-        four_bit = sum(running_bytes("fp4", p.shape) for p in matrices)
-    except ValueError:
-        return ""
-    return f"; weights='fp4' would take {gigabytes(four_bit)}"
+        stored = stored_format(opened, parameter)
+        if stored is None or (parameter.part == TABLE and device == "cpu"):
+            continue
+        target = policy.get(parameter.part, stored)
+        try:
+            needed += measure(target, parameter.shape)
+        except ValueError as error:
+            raise cannot_be(parameter, target, error) from None
+    return needed

@@ -15,6 +15,9 @@ class Parameter:
     "vector" (norms and biases, float32), "table" (the embedding) or "router" (kept as they are).
     sources: checkpoint names; the inner tuple is joined along rows, the outer stacked (experts).
     fused: one tensor that may stand in the checkpoint instead of all sources, with the same shape.
+    Where there are no sources it must, in fused_layout: "rows" (as here), "columns" (the last two
+    axes swapped) or "mxfp4" (two tensors, `_blocks` and `_scales`).
+    interleaved: rows of fused alternate between gate and up; here gate rows come first.
     """
 
     name: str
@@ -23,22 +26,28 @@ class Parameter:
     sources: tuple[tuple[str, ...], ...]
     rows: tuple[int, ...]
     fused: str | None = None
+    fused_layout: str = "rows"
+    interleaved: bool = False
 
     @property
     def stacked(self) -> bool:
         """Whether the leading axis counts experts."""
-        return len(self.shape) == 3
+        return len(self.shape) == (2 if self.part == VECTOR else 3)
 
 
 @dataclass(frozen=True)
 class TensorNames:
     """How a family spells the tensors that differ between families.
 
-    `mlp` is the block's prefix, `expert` the names of an expert's gate, up and down matrices.
+    `moe` is the block's prefix, `router` the router's name in it, `expert` the names of an expert's
+    gate, up and down matrices; None where all experts are in fused tensors, of `fused_layout`, in
+    which gate and up rows alternate.
     """
 
     moe: str = "mlp"
-    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    expert: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
+    fused_layout: str = "rows"
 
 
 def decoder_parameters(spec: ModelSpec, names: TensorNames) -> list[Parameter]:
@@ -75,12 +84,11 @@ def _layer_parameters(spec: ModelSpec, i: int, names: TensorNames) -> list[Param
         Parameter(f"{ours}qkv_proj", "attention", (q + 2 * kv, hidden), (weights,), (q, kv, kv)),
         _single(f"{ours}o_proj", "attention", (hidden, q), f"{o_proj}.weight"),
     ]
-    if attention.bias:
+    if attention.qkv_bias:
         biases = tuple(f"{p}.bias" for p in qkv)
-        found += [
-            Parameter(f"{ours}qkv_bias", VECTOR, (q + 2 * kv,), (biases,), (q, kv, kv)),
-            _single(f"{ours}o_bias", VECTOR, (hidden,), f"{o_proj}.bias"),
-        ]
+        found.append(Parameter(f"{ours}qkv_bias", VECTOR, (q + 2 * kv,), (biases,), (q, kv, kv)))
+    if attention.output_bias:
+        found.append(_single(f"{ours}o_bias", VECTOR, (hidden,), f"{o_proj}.bias"))
     if attention.qk_norm != "none":
         per_head = attention.qk_norm == "head"
         for which, width in (("q_norm", q), ("k_norm", kv)):
@@ -88,6 +96,9 @@ def _layer_parameters(spec: ModelSpec, i: int, names: TensorNames) -> list[Param
             found.append(
                 _single(f"{ours}{which}", VECTOR, shape, f"{theirs}self_attn.{which}.weight")
             )
+    if attention.sinks:
+        sinks = f"{theirs}self_attn.sinks"
+        found.append(_single(f"{ours}sinks", VECTOR, (attention.num_heads,), sinks))
     after = "post_attention_layernorm"
     found.append(_single(f"{ours}{after}", VECTOR, (hidden,), f"{theirs}{after}.weight"))
     if isinstance(mlp, ExpertSpec):
@@ -111,25 +122,45 @@ def _expert_parameters(
     mlp: ExpertSpec, hidden: int, ours: str, block: str, theirs: str, names: TensorNames
 ) -> list[Parameter]:
     count, width = mlp.router.num_experts, mlp.intermediate_size
-    gate, up, down = names.expert
-    experts = [f"{block}experts.{e}." for e in range(count)]
-    fused = f"{theirs}mlp.experts."
-    return [
-        _single(f"{ours}router", ROUTER, (count, hidden), f"{block}gate.weight"),
-        Parameter(
-            f"{ours}gate_up_proj",
-            "experts",
-            (count, 2 * width, hidden),
-            tuple((f"{e}{gate}.weight", f"{e}{up}.weight") for e in experts),
-            (width, width),
-            f"{fused}gate_up_proj",
-        ),
-        Parameter(
-            f"{ours}down_proj",
-            "experts",
-            (count, hidden, width),
-            tuple((f"{e}{down}.weight",) for e in experts),
-            (hidden,),
-            f"{fused}down_proj",
-        ),
-    ]
+    gate_up: tuple[tuple[str, ...], ...] = ()
+    down: tuple[tuple[str, ...], ...] = ()
+    if names.expert is not None:
+        experts = [f"{block}experts.{e}." for e in range(count)]
+        gate_up = tuple(tuple(f"{e}{n}.weight" for n in names.expert[:2]) for e in experts)
+        down = tuple((f"{e}{names.expert[2]}.weight",) for e in experts)
+    fused, router = f"{theirs}mlp.experts.", f"{block}{names.router}"
+    found = [_single(f"{ours}router", ROUTER, (count, hidden), f"{router}.weight")]
+    if mlp.router.bias:
+        found.append(_single(f"{ours}router_bias", VECTOR, (count,), f"{router}.bias"))
+    for name, rows, columns, sources in (
+        ("gate_up", (width, width), hidden, gate_up),
+        ("down", (hidden,), width, down),
+    ):
+        shape = (count, sum(rows), columns)
+        interleaved = name == "gate_up" and names.expert is None
+        found.append(
+            Parameter(
+                f"{ours}{name}_proj",
+                "experts",
+                shape,
+                sources,
+                rows,
+                f"{fused}{name}_proj",
+                names.fused_layout,
+                interleaved,
+            )
+        )
+        if mlp.bias:
+            bias = f"{fused}{name}_proj_bias"
+            found.append(
+                Parameter(
+                    f"{ours}{name}_bias",
+                    VECTOR,
+                    shape[:2],
+                    (),
+                    rows,
+                    fused=bias,
+                    interleaved=interleaved,
+                )
+            )
+    return found

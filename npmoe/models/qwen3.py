@@ -2,8 +2,14 @@
 
 from typing import Any
 
-from npmoe.config import ConfigReader, ModelConfig, read_common, read_rope
-from npmoe.errors import UnsupportedModel
+from npmoe.config import (
+    ConfigReader,
+    ModelConfig,
+    read_common,
+    read_layer_windows,
+    read_rope,
+    read_window,
+)
 from npmoe.models import llama
 from npmoe.models.specs import ModelSpec
 
@@ -12,12 +18,11 @@ parameters = llama.parameters
 
 def read_config(reader: ConfigReader) -> ModelConfig:
     """The config.json of a dense qwen3 checkpoint."""
-    layers = reader.take_int("num_hidden_layers")
     return read_common(
         reader,
         **common_fields(reader),
         head_dim=reader.take_int("head_dim", default=128),
-        layer_windows=_layer_windows(reader, layers),
+        layer_windows=layer_windows(reader),
     )
 
 
@@ -34,23 +39,18 @@ def common_fields(reader: ConfigReader) -> dict[str, Any]:
 
 def active_window(reader: ConfigReader) -> int | None:
     """`sliding_window` where `use_sliding_window` switches it on."""
-    window = reader.take_int("sliding_window", default=None, least=0)
+    window = read_window(reader, absent=4096, least=0)
     return window if reader.take("use_sliding_window", default=False) else None
 
 
-def _layer_windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
-    window = active_window(reader)
+def layer_windows(reader: ConfigReader) -> tuple[int | None, ...]:
+    """The active window on the layers from `max_window_layers` on, or where `layer_types` says."""
     first = reader.take_int("max_window_layers", default=28, least=0)
-    types = reader.take("layer_types", default=None)
-    if types is None:
-        types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    known = ("sliding_attention", "full_attention")
-    legal = isinstance(types, list) and all(kind in known for kind in types)
-    if not legal or len(types) != layers:
-        raise UnsupportedModel(
-            f"{reader.where}: layer_types = {types!r} is not implemented for {layers} layers"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    types = [
+        "sliding_attention" if i >= first else "full_attention"
+        for i in range(reader.take_int("num_hidden_layers"))
+    ]
+    return read_layer_windows(reader, active_window(reader), types)
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:

@@ -1,8 +1,10 @@
-"""What a decoder layer is made of, as frozen data; families fill these in and layers.py obeys."""
+"""What a decoder layer is made of, as frozen data; families fill these in, layers.py and
+decode.py obey or refuse."""
 
 from dataclasses import dataclass
 
 from npmoe.config import RopeConfig
+from npmoe.ops.experts import PLAIN, SwiGLU
 
 
 @dataclass(frozen=True)
@@ -10,7 +12,8 @@ class AttentionSpec:
     """qk_norm: "none", "head" (one norm per head) or "projection" (one over all heads).
 
     window: keys a query sees, itself included; None = all. clip bounds q, k and v.
-    scale multiplies q . k.
+    scale multiplies q . k. qkv_bias: of q, k and v; output_bias: of the output projection.
+    sinks: one more score a query head in the softmax.
     """
 
     num_heads: int
@@ -18,9 +21,11 @@ class AttentionSpec:
     head_dim: int
     scale: float
     qk_norm: str = "none"
-    bias: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
     window: int | None = None
     clip: float | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,19 +38,25 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Softmax over all experts, then the top k; `renormalize` makes the k weights sum to 1."""
+    """Softmax over all experts, then the top k; `renormalize` makes the k weights sum to 1.
+
+    With it this is also the top k first and softmax over their logits. bias: of the logits.
+    """
 
     num_experts: int
     top_k: int
     renormalize: bool
+    bias: bool = False
 
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """Routed gated MLPs (SwiGLU), all of one width."""
+    """Routed gated MLPs, all of one width. bias: of both matrices of each expert."""
 
     router: RouterSpec
     intermediate_size: int
+    bias: bool = False
+    activation: SwiGLU = PLAIN
 
 
 @dataclass(frozen=True)

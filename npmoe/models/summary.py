@@ -7,14 +7,9 @@ from npmoe.config import KV_FORMATS, WEIGHT_PARTS, KVCacheConfig
 from npmoe.dtypes import SAFETENSORS_DTYPES, gigabytes
 from npmoe.errors import UnsupportedModel
 from npmoe.kv.storage import check_kv_format, kv_bytes_per_token
-from npmoe.models.loader import (
-    OpenModel,
-    expected_tensors,
-    format_bytes,
-    running_bytes,
-    stored_format,
-)
+from npmoe.models.loader import format_bytes, running_bytes
 from npmoe.models.parameters import TABLE, VECTOR, Parameter
+from npmoe.models.stored import OpenModel, expected_tensors, stored_format, stored_formats
 
 STORED = "stored"
 COMPARED_FORMATS = ("bf16", "fp8", "fp4")
@@ -83,7 +78,7 @@ def summarize(opened: OpenModel, memories: list[Memory]) -> ModelSummary:
     config, spec = opened.config, opened.spec
     counted = [p for p in opened.parameters if not (spec.tied and p.part == "lm_head")]
     counts = {p.name: math.prod(p.shape) for p in counted}
-    routed = sum(counts[p.name] for p in counted if p.part == "experts")
+    routed = sum(counts[p.name] for p in counted if p.stacked)
     active = routed * config.num_experts_per_tok // config.num_experts if routed else 0
     kv_bytes = _kv_bytes(opened)
     return ModelSummary(
@@ -102,7 +97,7 @@ def summarize(opened: OpenModel, memories: list[Memory]) -> ModelSummary:
         tied=spec.tied,
         parameters_total=sum(counts.values()),
         parameters_active=sum(counts.values()) - routed + active,
-        formats=_formats(opened),
+        formats=stored_formats(opened),
         stored_bytes=_stored_bytes(opened),
         read_bytes=_present({w: read_bytes(opened, w) for w in (STORED, *COMPARED_FORMATS)}),
         kv_bytes=kv_bytes,
@@ -112,15 +107,6 @@ def summarize(opened: OpenModel, memories: list[Memory]) -> ModelSummary:
 
 def _present(values: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _formats(opened: OpenModel) -> dict[str, str]:
-    formats: dict[str, str] = {}
-    for parameter in opened.parameters:
-        name = stored_format(opened, parameter)
-        if name is not None and formats.setdefault(parameter.part, name) != name:
-            formats[parameter.part] = "mixed"
-    return formats
 
 
 def _stored_bytes(opened: OpenModel) -> dict[str, int]:
@@ -162,7 +148,7 @@ def read_bytes(opened: OpenModel, weights: str = STORED, cpu: bool = False) -> f
         share = 1.0
         if parameter.part == TABLE:
             share = 1 / parameter.shape[0]
-        elif parameter.part == "experts":
+        elif parameter.stacked:
             share = opened.config.num_experts_per_tok / opened.config.num_experts
         total += share * size
     return total if sizes else None

@@ -3,6 +3,7 @@
 out[t, h] = sum_j softmax_j(scale * q[t, h] . k[j, h // ratio]) v[j, h // ratio]
 
 over the cached positions j <= position of t, and j > position - window where there is a window.
+A sink is one more score of its query head in the softmax, with no value behind it (gpt_oss).
 The current token's key and value are read from the cache too, quantised like all others.
 """
 
@@ -28,14 +29,17 @@ def paged_attention_ref(
     seq_lens: Array,
     scale: float,
     window: int | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """The definition.
 
     q float32 `[T, num_heads, D]`, ragged: sequence s owns the rows from cu_seqlens_q[s] to
     cu_seqlens_q[s + 1], which are its last positions, up to seq_lens[s] - 1. block_table int32
-    `[S, max_pages]`, seq_lens int32 `[S]` counts cached and new tokens. -> float32 like q.
+    `[S, max_pages]`, seq_lens int32 `[S]` counts cached and new tokens. sinks float32
+    `[num_heads]`. -> float32 like q.
     """
     out = np.empty_like(q)
+    sinks = _no_sinks(q) if sinks is None else sinks
     for s, length in enumerate(seq_lens):
         start, stop = int(cu_seqlens_q[s]), int(cu_seqlens_q[s + 1])
         k = read_kv_pages(k_pages, block_table[s], int(length))
@@ -43,12 +47,22 @@ def paged_attention_ref(
         for first in range(start, stop, QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, stop)
             positions = np.arange(first, last) - stop + int(length)
-            out[first:last] = _attend(q[first:last], k, v, positions, scale, window)
+            out[first:last] = _attend(q[first:last], k, v, positions, scale, window, sinks)
     return out
 
 
+def _no_sinks(q: Array) -> Array:
+    return np.full(q.shape[1], -np.inf, np.float32)
+
+
 def _attend(
-    q: Array, k: Array, v: Array, positions: Array, scale: float, window: int | None
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    scale: float,
+    window: int | None,
+    sinks: Array,
 ) -> Array:
     """q `[T, heads, D]` at positions `[T]` against k, v `[L, kv_heads, D]` -> `[T, heads, D]`."""
     num_tokens, heads, dim = q.shape
@@ -56,12 +70,14 @@ def _attend(
     grouped = q.reshape(num_tokens, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)
     scores = grouped @ k.transpose(1, 2, 0)[:, None] * np.float32(scale)  # [kv, ratio, T, L]
     keys = np.arange(k.shape[0])
-    hidden = keys > positions[:, None]
+    masked = keys > positions[:, None]
     if window is not None:
-        hidden |= keys <= positions[:, None] - window
-    scores = np.where(hidden, np.float32(-np.inf), scores)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
+        masked |= keys <= positions[:, None] - window
+    scores = np.where(masked, np.float32(-np.inf), scores)
+    sink = sinks.reshape(kv_heads, -1, 1, 1)
+    top = np.maximum(scores.max(axis=-1, keepdims=True), sink)
+    weights = np.exp(scores - top)
+    weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sink - top)
     mixed = weights @ v.transpose(1, 0, 2)[:, None]
     return mixed.transpose(2, 0, 1, 3).reshape(q.shape)
 
@@ -75,9 +91,11 @@ def paged_attention(
     seq_lens: Array,
     scale: float,
     window: int | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """See `paged_attention_ref`. Few queries run compiled, straight from the pages."""
     out = np.empty_like(q)
+    sinks = _no_sinks(q) if sinks is None else sinks
     for s, length in enumerate(seq_lens):
         start, stop = int(cu_seqlens_q[s]), int(cu_seqlens_q[s + 1])
         rows = q[start:stop]
@@ -85,14 +103,14 @@ def paged_attention(
             ragged = np.array([0, stop - start]), seq_lens[s : s + 1]
             table = block_table[s : s + 1]
             out[start:stop] = paged_attention_ref(
-                rows, k_pages, v_pages, table, *ragged, scale, window
+                rows, k_pages, v_pages, table, *ragged, scale, window, sinks
             )
             continue
         position = int(length) - (stop - start)
         reach = min(int(length), window or int(length))
         arguments = (
             *(np.ascontiguousarray(rows), *_decoder(k_pages), *_decoder(v_pages), _FP16_VALUES),
-            *(block_table[s], position, np.float32(scale), window or 0, out[start:stop]),
+            *(block_table[s], position, np.float32(scale), window or 0, sinks, out[start:stop]),
         )
         run = partial(_attention_cpu, *arguments)
         parallel_ranges(k_pages.codes.shape[1], 2 * reach * rows.size, run)
@@ -166,6 +184,7 @@ def _attention_cpu(  # type: ignore[no-untyped-def]
     position,
     scale,
     window,
+    sinks,
     out,
     first_head,
     last_head,
@@ -198,8 +217,9 @@ def _attention_cpu(  # type: ignore[no-untyped-def]
                         dot += part[i]
                     scores[h, j - start] = dot * scale
             for h in range(ratio):
-                top = scores[h].max()
-                total = np.float64(0)
+                sink = sinks[kv * ratio + h]
+                top = max(scores[h].max(), sink)
+                total = np.float64(np.exp(sink - top))
                 for j in range(stop - start):
                     scores[h, j] = np.exp(scores[h, j] - top)
                     total += scores[h, j]

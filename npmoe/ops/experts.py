@@ -1,35 +1,55 @@
 """Steps 5 and 6 of a layer: gated expert MLPs, weighted combine, residual add; and the dense MLP.
 
-mlp(x) = down(silu(gate(x)) * up(x)), with gate and up in one matrix `[2I, H]`, gate rows first.
+mlp(x) = down(swiglu(gate(x), up(x))), with gate and up in one matrix `[2I, H]`, gate rows first.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from npmoe.dtypes import Array
 from npmoe.formats.quant_tensor import QuantTensor
-from npmoe.ops.linear import linear
+from npmoe.ops.linear import linear, linear_ref
 from npmoe.runtime.device import jit
 
 
-def swiglu_ref(gate_up: Array) -> Array:
-    """float32 `[T, 2I]` -> silu(gate) * up, `[T, I]`."""
+@dataclass(frozen=True)
+class SwiGLU:
+    """g * sigmoid(alpha * g) * (u + offset), with g = gate up to limit, u = up within +-limit.
+
+    The defaults make it silu(gate) * up.
+    """
+
+    alpha: float = 1.0
+    limit: float = np.inf
+    offset: float = 0.0
+
+
+PLAIN = SwiGLU()
+
+
+def swiglu_ref(gate_up: Array, kind: SwiGLU = PLAIN) -> Array:
+    """The definition: float32 `[T, 2I]` -> `[T, I]`."""
     gate, up = np.split(gate_up, 2, axis=-1)
-    return gate / (1 + np.exp(-gate)) * up
+    limit = np.float32(kind.limit)
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return gate / (1 + np.exp(-np.float32(kind.alpha) * gate)) * (up + np.float32(kind.offset))
 
 
-def swiglu(gate_up: Array) -> Array:
-    """float32 `[T, 2I]` -> silu(gate) * up, `[T, I]`."""
+def swiglu(gate_up: Array, kind: SwiGLU = PLAIN) -> Array:
+    """float32 `[T, 2I]` -> `[T, I]`."""
     out = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
-    _swiglu_cpu(gate_up, out)
+    _swiglu_cpu(gate_up, *map(np.float32, (kind.alpha, kind.limit, kind.offset)), out)
     return out
 
 
 @jit
-def _swiglu_cpu(gate_up, out):  # type: ignore[no-untyped-def]
+def _swiglu_cpu(gate_up, alpha, limit, offset, out):  # type: ignore[no-untyped-def]
     for t in range(out.shape[0]):
         for i in range(out.shape[1]):
-            gate = gate_up[t, i]
-            out[t, i] = gate / (np.float32(1) + np.exp(-gate)) * gate_up[t, out.shape[1] + i]
+            gate = min(gate_up[t, i], limit)
+            up = max(min(gate_up[t, out.shape[1] + i], limit), -limit)
+            out[t, i] = gate / (np.float32(1) + np.exp(-alpha * gate)) * (up + offset)
 
 
 def add_mlp(
@@ -45,17 +65,28 @@ def add_mlp(
 
 
 def experts_ref(
-    x: Array, gate_up_proj: QuantTensor, down_proj: QuantTensor, weights: Array, ids: Array
+    x: Array,
+    gate_up_proj: QuantTensor,
+    down_proj: QuantTensor,
+    topk_weights: Array,
+    topk_ids: Array,
+    gate_up_bias: Array | None = None,
+    down_bias: Array | None = None,
+    activation: SwiGLU = PLAIN,
 ) -> Array:
     """The definition: sum over k of topk_weights[t, k] * mlp of expert topk_ids[t, k] -> `[T, H]`.
 
-    x float32 `[T, H]`, gate_up_proj `[E, 2I, H]`, down_proj `[E, H, I]`, weights and ids `[T, K]`.
+    x float32 `[T, H]`, gate_up_proj `[E, 2I, H]`, down_proj `[E, H, I]`, topk_weights float32 and
+    topk_ids int32 `[T, K]`,
+    gate_up_bias float32 `[E, 2I]`, down_bias float32 `[E, H]`.
     """
     out = np.zeros_like(x)
     for t in range(x.shape[0]):
-        for weight, e in zip(weights[t], ids[t], strict=True):
-            hidden = swiglu_ref(x[t : t + 1] @ gate_up_proj[e].dequantize().T)
-            out[t] += weight * (hidden @ down_proj[e].dequantize().T)[0]
+        for weight, e in zip(topk_weights[t], topk_ids[t], strict=True):
+            inner = None if gate_up_bias is None else gate_up_bias[e]
+            outer = None if down_bias is None else down_bias[e]
+            hidden = swiglu_ref(linear_ref(x[t : t + 1], gate_up_proj[e], inner), activation)
+            out[t] += weight * linear_ref(hidden, down_proj[e], outer)[0]
     return out
 
 
@@ -66,6 +97,9 @@ def add_experts(
     down_proj: QuantTensor,
     topk_weights: Array,
     topk_ids: Array,
+    gate_up_bias: Array | None = None,
+    down_bias: Array | None = None,
+    activation: SwiGLU = PLAIN,
 ) -> None:
     """residual `[T, H]` += the combined experts; shapes as in `experts_ref`.
 
@@ -79,7 +113,9 @@ def add_experts(
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         chosen = sorted_pair_ids[start:stop]
         expert = int(flat[chosen[0]])
-        hidden = swiglu(linear(x[chosen // k], gate_up_proj, expert=expert))
-        pairs[chosen] = linear(hidden, down_proj, expert=expert)
+        inner = None if gate_up_bias is None else gate_up_bias[expert]
+        outer = None if down_bias is None else down_bias[expert]
+        hidden = swiglu(linear(x[chosen // k], gate_up_proj, inner, expert), activation)
+        pairs[chosen] = linear(hidden, down_proj, outer, expert)
     for slot in range(k):  # in the router's order, whatever the batch
         residual += topk_weights[:, slot, None] * pairs[slot::k]

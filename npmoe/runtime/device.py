@@ -1,4 +1,4 @@
-"""The only import of cupy, numba and numba.cuda; each is loaded at first use.
+"""The only import of cupy and numba; each is loaded at first use.
 
 `jit` marks a function for Numba without importing Numba: the import and the compilation (or the
 read of its compile cache) happen at the first call.
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -70,6 +71,12 @@ def _count_gpus() -> tuple[int, str | None]:
 def cupy() -> ModuleType:
     """The cupy module."""
     return import_module("cupy")
+
+
+@cache
+def compute_capability() -> int:
+    """Of the current GPU: 90 for 9.0."""
+    return int(cupy().cuda.Device().compute_capability)
 
 
 def to_device(x: np.ndarray, device: str) -> Any:
@@ -152,8 +159,6 @@ def jit(function: Callable) -> Callable:
     return _LazyJit(function, {"cache": True, "nogil": True, "fastmath": {"contract"}})
 
 
-_pool: ThreadPoolExecutor | None = None
-_pool_lock = threading.Lock()
 PARALLEL_WORK = 1 << 20
 
 
@@ -162,22 +167,23 @@ def cpu_threads() -> int:
     return int(os.environ.get("NPMOE_NUM_THREADS", 0)) or len(os.sched_getaffinity(0))
 
 
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(cpu_threads(), thread_name_prefix="npmoe")
+
+
 def parallel_ranges(count: int, work: int, run: Callable[[int, int], None]) -> None:
     """Calls `run(start, stop)` over a split of range(count), in threads if `work` is large.
 
     `work` is the number of multiply-adds, roughly; below PARALLEL_WORK a thread costs more than it
     saves. `run` must release the GIL and write disjoint results.
     """
-    global _pool
     threads = min(cpu_threads(), count)
     if work < PARALLEL_WORK or threads < 2:
         run(0, count)
         return
-    with _pool_lock:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(cpu_threads(), thread_name_prefix="npmoe")
     edges = [count * i // threads for i in range(threads + 1)]
-    tasks = [_pool.submit(run, a, b) for a, b in zip(edges[1:-1], edges[2:], strict=True)]
+    tasks = [_pool().submit(run, a, b) for a, b in zip(edges[1:-1], edges[2:], strict=True)]
     try:
         run(edges[0], edges[1])
     finally:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from npmoe.errors import DeviceError
-from npmoe.runtime.device import cupy
+from npmoe.runtime.device import compute_capability, cupy
 
 PLAIN_SHARED_BYTES = 48 * 1024
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
@@ -26,11 +26,6 @@ def _driver() -> Any:
         raise DeviceError(
             f"cuda-bindings is missing ({error}): pip install 'npmoe[cuda13]' (or [cuda12])"
         ) from None
-
-
-@cache
-def _dependent() -> bool:
-    return int(cupy().cuda.Device().compute_capability) >= 90
 
 
 def _argument(value: Any) -> tuple[Any, Any]:
@@ -59,7 +54,7 @@ def launch(
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared
     config.hStream = driver.CUstream(cupy().cuda.get_current_stream().ptr)
-    if _dependent():
+    if compute_capability() >= 90:
         attribute = driver.CUlaunchAttribute()
         kinds = driver.CUlaunchAttributeID
         attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

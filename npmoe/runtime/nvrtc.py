@@ -8,11 +8,11 @@ from functools import cache
 from typing import Any
 
 from npmoe.errors import DeviceError
-from npmoe.runtime.device import cupy
+from npmoe.runtime.device import compute_capability, cupy
 from npmoe.runtime.resources import folder
 
 OLDEST_ARCH = 80
-ARCH_WITH_SUFFIX = ("90", "100", "120")  # their own instructions need the "a" in the name
+ARCH_WITH_SUFFIX = (90, 100, 120)  # their own instructions need the "a" in the name
 
 
 @cache
@@ -26,19 +26,18 @@ def _headers_digest() -> str:
 
 @cache
 def _architecture() -> str:
-    cc = cupy().cuda.Device().compute_capability
-    if int(cc) < OLDEST_ARCH:
+    cc = compute_capability()
+    if cc < OLDEST_ARCH:
         raise DeviceError(
-            f"this GPU has compute capability {cc[:-1]}.{cc[-1]}, npmoe's kernels need 8.0 "
+            f"this GPU has compute capability {cc // 10}.{cc % 10}, npmoe's kernels need 8.0 "
             "(Ampere) or newer; device='cpu' runs without a GPU"
         )
     return f"sm_{cc}a" if cc in ARCH_WITH_SUFFIX else f"sm_{cc}"
 
 
-@cache
 def bulk() -> bool:
     """Whether this GPU has bulk copies into shared memory (compute capability 9.0 or later)."""
-    return int(cupy().cuda.Device().compute_capability) >= 90
+    return compute_capability() >= 90
 
 
 def kernel(stem: str, name: str, **macros: int) -> Any:

@@ -45,10 +45,14 @@ class Shape:
 
 
 class NumPyAsCuPy:
-    """What the decode step takes from CuPy, from NumPy, with the multiprocessors of a GPU."""
+    """What the decode step takes from CuPy, from NumPy, on a GPU of this size."""
 
-    def __init__(self, multiprocessors: int) -> None:
-        device = SimpleNamespace(attributes={"MultiProcessorCount": multiprocessors})
+    def __init__(self, multiprocessors: int, shared_bytes: int) -> None:
+        sizes = {
+            "MultiProcessorCount": multiprocessors,
+            "MaxSharedMemoryPerBlockOptin": shared_bytes,
+        }
+        device = SimpleNamespace(attributes=sizes)
         self.cuda = SimpleNamespace(Device=lambda: device)
 
     def __getattr__(self, name: str) -> Any:
@@ -56,10 +60,12 @@ class NumPyAsCuPy:
 
 
 @contextmanager
-def decode_on_cpu(kernel: Any, launch: Any, bulk: bool, multiprocessors: int) -> Iterator[None]:
+def decode_on_cpu(
+    kernel: Any, launch: Any, bulk: bool, multiprocessors: int, shared_bytes: int = 227 << 10
+) -> Iterator[None]:
     """npmoe.models.decode with these in place of the GPU's."""
     replaced = {"kernel": kernel, "launch": launch, "bulk": lambda: bulk}
-    replaced["cupy"] = lambda: NumPyAsCuPy(multiprocessors)
+    replaced["cupy"] = lambda: NumPyAsCuPy(multiprocessors, shared_bytes)
     with ExitStack() as stack:
         for name, value in replaced.items():
             stack.enter_context(patch.object(decode, name, value))
@@ -92,6 +98,7 @@ def launches(
     seqs: int,
     bulk: bool,
     multiprocessors: int,
+    shared_bytes: int,
 ) -> list[Launch]:
     """What one step launches for one layer of the shape, embedding and lm_head included."""
     seen: list[Launch] = []
@@ -113,7 +120,7 @@ def launches(
     spec = one_layer.spec()
     cache = KVCache(1, 2, 64, shape.kv_heads, shape.head_dim, KVCacheConfig.parse(kv))
     table = np.zeros((seqs, 2), np.int32)
-    with decode_on_cpu(kernel, launch, bulk, multiprocessors):
+    with decode_on_cpu(kernel, launch, bulk, multiprocessors, shared_bytes):
         step = decode.DecodeStep(spec, empty_weights(shape, weights), cache.layers, table)
         step.enqueue()
     return seen

@@ -10,10 +10,11 @@ import numpy as np
 from npmoe.dtypes import Array
 from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, to_fragments
 from npmoe.formats.quant_tensor import QuantTensor, quantize
-from npmoe.models import decode
+from npmoe.models import decode, stream
 from tests.cuda.build import SANITIZE, Kernel, kernel, launch
 
 SEEDS = (0, 1, 2)
+SHARED_BYTES = 227 << 10
 TOLERANCE = {"bf16": 3e-5, "fp4": 3e-6}
 """Largest error of a product over the largest result: two bf16, or two fp16, to an activation."""
 
@@ -136,7 +137,9 @@ def streaming(
     """
     chunk_bytes = 4 * RECORD_BYTES[fmt]
     changed = {"CHUNK_BYTES": chunk_bytes, "RING_BYTES": ring * (chunk_bytes + 16)}
-    with patch.multiple(decode, **changed, bulk=lambda: ring > 0):
-        stream = decode._Stream.fit(fmt, columns // COLUMNS, stacked, tokens, tiles)
-        macros |= {"W_FORMAT": decode.W_CODES[fmt]} | stream.macros()
-    return Streaming(kernel(stem, name, **macros), 32 * stream.warps, stream.shared)
+    with patch.multiple(stream, **changed):
+        fitted = stream.Stream.fit(
+            *(fmt, columns // COLUMNS, stacked, tokens, tiles), ring > 0, SHARED_BYTES
+        )
+    macros |= {"W_FORMAT": decode.W_CODES[fmt]} | fitted.macros()
+    return Streaming(kernel(stem, name, **macros), 32 * fitted.warps, fitted.shared)

@@ -39,6 +39,10 @@ OLMOE = BASE | MOE | {
 LLAMA = BASE | {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "intermediate_size": 96,
     "head_dim": 32, "pretraining_tp": 1, "attention_bias": False, "mlp_bias": False}
+GPT_OSS = BASE | MOE | {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 32,
+    "intermediate_size": 32, "attention_bias": True, "swiglu_limit": 1.5, "sliding_window": 20,
+    "max_position_embeddings": 512}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 # Old checkpoints name none of these.
 NEWER = ("attention_bias", "head_dim", "mlp_bias", "num_key_value_heads")
@@ -74,6 +78,31 @@ CASES: dict[str, Config] = {
         "rope_type": "longrope", "original_max_position_embeddings": 64,
         "short_factor": [round(1.0 + 0.05 * i, 2) for i in range(16)],
         "long_factor": [round(1.0 + 0.4 * i, 2) for i in range(16)]}},
+    "gpt_oss": without(GPT_OSS, "head_dim") | {
+        "head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 3, "experts_per_token": 3,
+        "num_hidden_layers": 2, "initial_context_length": 64, "rope_theta": 150000,
+        "rope_scaling": YARN | {
+            "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+            "lm_head"]}},
+    "gpt_oss_v5": v5(GPT_OSS) | {
+        "num_local_experts": 4, "intermediate_size": 48, "swiglu_alpha": 1.3,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": YARN | {"rope_theta": 20000.0, "beta_fast": 4.0, "beta_slow": 0.5,
+                                   "truncate": False}},
+    "mistral": without(BASE, "rms_norm_eps") | {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "intermediate_size": 96,
+        "head_dim": 32, "rope_theta": 1000000.0, "sliding_window": 20},
+    "qwen2": BASE | {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 3,
+        "intermediate_size": 96, "rope_theta": 1000000.0, "use_sliding_window": True,
+        "max_window_layers": 1, "sliding_window": 16, "rms_norm_eps": 1e-06},
+    "qwen2_v5": v5(BASE) | {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "intermediate_size": 96,
+        "num_key_value_heads": 1, "tie_word_embeddings": True, "max_window_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True,
+        "sliding_window": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "qwen3": BASE | {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 3,
         "intermediate_size": 96, "head_dim": 32, "attention_bias": True, "rope_theta": 1000000.0,
@@ -104,6 +133,18 @@ OTHERS: dict[str, dict[str, list[Any]]] = {
     "llama_longrope": {"rope_scaling": [None], "rope_scaling.attention_factor": [1.0],
                        "rope_scaling.long_factor": [[1.0] * 16],
                        "rope_scaling.original_max_position_embeddings": [256]},
+    "gpt_oss": {"sliding_window": [19, 21], "swiglu_limit": [1.0, 7.0], "rope_theta": [1e4],
+                "rms_norm_eps": [1e-3], "num_experts_per_tok": [2, 4],
+                "layer_types": [["full_attention"] * 2, ["full_attention", "sliding_attention"]],
+                **{f"rope_scaling.{key}": values for key, values in (
+                    ("truncate", [True]), ("factor", [4.0]), ("rope_type", ["default"]))}},
+    "gpt_oss_v5": {"layer_types": [None], "swiglu_alpha": [1.702], "swiglu_limit": [7.0],
+                   "sliding_window": [19, 21], "rope_parameters.truncate": [True]},
+    "mistral": {"sliding_window": [None, 19, 21], "rope_theta": [1e4], "rms_norm_eps": [1e-3]},
+    "qwen2": {"use_sliding_window": [False], "max_window_layers": [0, 2, 3],
+              "sliding_window": [15, 17], "rope_theta": [1e4]},
+    "qwen2_v5": {"sliding_window": [23, 25], "rope_parameters.rope_theta": [1e6],
+                 "layer_types": [["full_attention"] * 2, ["full_attention", "sliding_attention"]]},
     "qwen3": {"use_sliding_window": [False], "max_window_layers": [0, 2, 3],
               "sliding_window": [15, 17], "attention_bias": [False], "rope_theta": [1e4]}}
 # Keys that look as if they mattered and do not.

@@ -6,11 +6,12 @@ Needs torch 2.13.0, transformers 5.24.0, safetensors and tokenizers, which the t
 Each case folder holds config.json, bf16 weights, and golden.npz:
 
     input_ids  int32   [200]         the prompt
-    logits     float32 [200, vocab]  eager attention, in float32, of exactly the bf16 weights
+    logits     float32 [200, vocab]  eager attention, in float32, of exactly these weights
     generated  int32   [16]          greedy continuation
     margin     float32 [16]          top-1 minus top-2 logit of each greedy step
 
 llama_longrope adds input_ids_short [50] and logits_short [50, vocab].
+gpt_oss has MXFP4 experts, packed here by hand and read back by transformers for the logits.
 """
 
 import copy
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from golden_cases import CASES, CHAT_TEMPLATE, IGNORED, OTHERS, SENTENCES, Config
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -32,6 +34,7 @@ PROMPT, SHORT, STEPS = 200, 50, 16
 MIN_ROUTER_GAP = 1e-3  # k-th minus (k+1)-th router logit, over all tokens and MoE layers
 MIN_MARGIN = 0.05  # top-1 minus top-2 logit, over the greedy steps
 MIN_EFFECT = 0.02  # largest change of a logit when a feature is off
+E2M1 = [*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1, -1.5, -2, -3, -4, -6)]
 RESERVED = 3  # ids below are special (unk, bos, eos) and appear nowhere
 
 
@@ -51,6 +54,8 @@ def changed(config: Config, path: str, value: Any) -> Config:
 def build(config: Config, folder: Path | None = None) -> PreTrainedModel:
     """The float32 model of `config`, with the weights of `folder` where one is given."""
     hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config))
+    if "quantization_config" in config:
+        hf_config.quantization_config["dequantize"] = True
     how = {"dtype": torch.float32, "attn_implementation": "eager"}
     if folder is None:
         return AutoModelForCausalLM.from_config(hf_config, **how).eval()
@@ -68,11 +73,43 @@ def fill(model: PreTrainedModel, generator: torch.Generator) -> None:
             weight.data.normal_(0.0, embedding_std, generator=generator)
         elif name.endswith("bias"):
             weight.data.normal_(0.0, 0.3, generator=generator)
+        elif name.endswith("sinks"):
+            weight.data.normal_(1.0, 1.0, generator=generator)
         else:
-            gain = 2.0 if name.endswith(("mlp.gate.weight", "lm_head.weight")) else 1.5
-            std = gain / math.sqrt(weight.shape[-1])
+            routers = ("mlp.gate.weight", "mlp.router.weight", "lm_head.weight")
+            gain = 2.0 if name.endswith(routers) else 1.5
+            is_columns = model.config.model_type == "gpt_oss" and weight.dim() == 3
+            std = gain / math.sqrt(weight.shape[-2 if is_columns else -1])
             weight.data.normal_(0.0, std, generator=generator)
         weight.data.copy_(weight.data.bfloat16())
+        if is_mxfp4(model, name):
+            experts, columns, width = weight.shape
+            size = (experts, columns // 32, 1, width)
+            spread = 2.0 ** torch.randint(-1, 2, size, generator=generator)
+            rows = (weight.data.unflatten(1, (-1, 32)) * spread).flatten(1, 2).transpose(1, 2)
+            weight.data.copy_(from_mxfp4(*to_mxfp4(rows)).transpose(1, 2))
+
+
+def is_mxfp4(model: PreTrainedModel, name: str) -> bool:
+    """Whether a parameter is stored as MXFP4 blocks and scales."""
+    return hasattr(model.config, "quantization_config") and name.endswith(
+        ("experts.gate_up_proj", "experts.down_proj")
+    )
+
+
+def to_mxfp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows (E, N, K) -> blocks (E, N, K / 32, 16) and scales (E, N, K / 32), both uint8."""
+    groups = rows.unflatten(-1, (-1, 32))
+    scales = torch.ceil(torch.log2(groups.abs().amax(-1) / 6)).clamp(-127, 127)
+    distance = (groups / 2.0 ** scales[..., None])[..., None] - torch.tensor(E2M1)
+    codes = distance.abs().argmin(-1).to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, (scales + 127).to(torch.uint8)
+
+
+def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The inverse of `to_mxfp4`."""
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()
+    return (torch.tensor(E2M1)[codes] * 2.0 ** (scales.float() - 127)[..., None]).flatten(-2)
 
 
 def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -114,9 +151,24 @@ def save(model: PreTrainedModel, config: Config, folder: Path) -> None:
     for old in folder.iterdir():
         old.unlink()
     size = "150KB" if folder.name == "qwen3_moe_v5" else "1GB"
-    copy.deepcopy(model).bfloat16().save_pretrained(folder, max_shard_size=size)
+    if "quantization_config" in config:
+        save_file(mxfp4_tensors(model), folder / "model.safetensors", {"format": "pt"})
+    else:
+        copy.deepcopy(model).bfloat16().save_pretrained(folder, max_shard_size=size)
     (folder / "generation_config.json").unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def mxfp4_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors of the hub's gpt_oss files."""
+    tensors = {}
+    for name, weight in model.named_parameters():
+        if is_mxfp4(model, name):
+            blocks, scales = to_mxfp4(weight.data.transpose(1, 2))
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        else:
+            tensors[name] = weight.data.bfloat16().contiguous()
+    return tensors
 
 
 def effect(model: PreTrainedModel, ids: torch.Tensor, want: torch.Tensor) -> float:

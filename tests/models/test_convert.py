@@ -14,7 +14,7 @@ from npmoe.errors import CheckpointError, UnsupportedModel
 from npmoe.llm import LLM
 from npmoe.models import convert
 from npmoe.models.convert import convert_checkpoint
-from npmoe.models.loader import open_model
+from npmoe.models.stored import open_model
 from tests.cli_fixtures import make_checkpoint, write_json
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
@@ -48,7 +48,7 @@ def test_same_logits_as_converting_at_load(
 def test_nothing_is_converted_again(source: Path, tmp_path: Path) -> None:
     converted = run(source, tmp_path / "new", "fp4")
     np.testing.assert_array_equal(logits(converted, "fp4"), logits(source, "fp4"))
-    formats = open_model(converted).converted["formats"]
+    formats = open_model(converted).own_formats
     assert formats == {
         **{"table": "bf16", "router": "bf16"},
         **dict.fromkeys(("attention", "experts", "mlp", "lm_head"), "fp4"),
@@ -127,7 +127,7 @@ def test_tensors_of_different_types(tmp_path: Path) -> None:
     save_file(tensors, path)
     np.testing.assert_allclose(logits(source), before, rtol=0, atol=1e-3)
     converted = run(source, tmp_path / "new", {"attention": "fp8"})
-    assert open_model(converted).converted["formats"]["experts"] == "fp32"
+    assert open_model(converted).own_formats["experts"] == "fp32"
 
 
 def test_a_quantised_part_keeps_its_format(source: Path, tmp_path: Path) -> None:

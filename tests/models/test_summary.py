@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from npmoe.models.convert import convert_checkpoint
-from npmoe.models.loader import OpenModel, load_model, open_model
+from npmoe.models.loader import load_model
+from npmoe.models.stored import OpenModel, open_model
 from npmoe.models.summary import STORED, Memory, describe, read_bytes, summarize
 from tests.cli_fixtures import make_checkpoint
 

@@ -38,17 +38,18 @@ class Filled:
         self.edges = np.cumsum([0, *case.new]).astype(np.int32)
         self.lengths = lengths.astype(np.int32)
         self.scale, self.window = case.head_dim**-0.5, case.window
+        self.sinks = 1 + normal(case.num_heads, seed=seed + 101) if case.sinks else None
 
     def run(self, attention) -> np.ndarray:
         arrays = (self.k_pages, self.v_pages, self.table, self.edges, self.lengths)
-        return attention(self.q, *arrays, self.scale, self.window)
+        return attention(self.q, *arrays, self.scale, self.window, self.sinks)
 
     def run_alone(self, s: int) -> np.ndarray:
         """Only sequence s."""
         start, stop = self.edges[s], self.edges[s + 1]
         rows = self.table[s : s + 1], np.array([0, stop - start]), self.lengths[s : s + 1]
-        q = self.q[start:stop]
-        return paged_attention(q, self.k_pages, self.v_pages, *rows, self.scale, self.window)
+        arrays = (self.q[start:stop], self.k_pages, self.v_pages, *rows)
+        return paged_attention(*arrays, self.scale, self.window, self.sinks)
 
 
 @by_name(ATTENTION)
@@ -112,6 +113,26 @@ def test_softmax_by_hand(attention) -> None:
     v[:, 0, 3] = 8, 4
     out = attend(attention, *(a.astype(np.float32) for a in (q, k, v)))
     assert out[0, 0, 3] == pytest.approx(2 + 3)
+
+
+@both
+def test_sinks_by_hand(attention) -> None:
+    # Keys of zero score 0. Token t sees t + 1 of them, at most 2; a sink of log 2 counts as two
+    # more without a value, one of minus infinity not at all.
+    k, v = np.zeros((6, 1, 16), np.float32), np.zeros((6, 1, 16), np.float32)
+    v[:, 0, 0] = 1, 2, 3, 4, 5, 6
+    sinks = np.array([np.log(2), -np.inf], np.float32)
+    out = attend(attention, normal(6, 2, 16), k, v, window=2, sinks=sinks)
+    np.testing.assert_allclose(out[:, 0, 0], [1 / 3, 3 / 4, 5 / 4, 7 / 4, 9 / 4, 11 / 4], rtol=1e-6)
+    np.testing.assert_allclose(out[:, 1, 0], [1, 1.5, 2.5, 3.5, 4.5, 5.5], rtol=1e-6)
+
+
+@both
+@pytest.mark.parametrize(("sink", "expected"), [(1000, 0), (-1000, 1)])
+def test_a_sink_far_from_the_scores_does_not_overflow(attention, sink, expected) -> None:
+    ones = np.ones((3, 1, 16), np.float32)
+    out = attend(attention, ones[:1], ones, ones, sinks=np.array([sink], np.float32))
+    np.testing.assert_allclose(out, expected, atol=1e-30)
 
 
 @both

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from npmoe.formats import QuantTensor, quantize
-from npmoe.ops.experts import add_experts, add_mlp, experts_ref, swiglu, swiglu_ref
+from npmoe.ops.experts import PLAIN, SwiGLU, add_experts, add_mlp, experts_ref, swiglu, swiglu_ref
 from npmoe.ops.linear import prepare_linear
 from npmoe.ops.route import top_k_ref
 from tests.cases import EXPERTS, WEIGHT_FORMATS, ExpertsCase
 from tests.helpers import by_name, normal, relative_error
 
 SILU_2 = 2 / (1 + np.exp(-2))
+CLAMPED = SwiGLU(alpha=1.5, limit=3.0, offset=1.0)
 
 
 @pytest.mark.parametrize("function", [swiglu, swiglu_ref])
@@ -20,16 +21,35 @@ def test_swiglu_by_hand(function) -> None:
     np.testing.assert_allclose(out, [[SILU_2 * 3, 0, 0]], rtol=1e-6, atol=1e-30)
 
 
-def test_swiglu_agrees_with_the_definition() -> None:
+@pytest.mark.parametrize("function", [swiglu, swiglu_ref])
+def test_clamped_swiglu_by_hand(function) -> None:
+    # Gates 2, 5, -5 are 2, 3, -5, ups 1, 9, -9 are 1, 3, -3; then one is added to each up.
+    out = function(np.array([[2, 5, -5, 1, 9, -9]], np.float32), CLAMPED)
+    expected = [2 / (1 + np.exp(-3)) * 2, 3 / (1 + np.exp(-4.5)) * 4, -5 / (1 + np.exp(7.5)) * -2]
+    np.testing.assert_allclose(out, [expected], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [PLAIN, CLAMPED])
+@pytest.mark.parametrize("function", [swiglu, swiglu_ref])
+def test_swiglu_of_nan_is_nan(function, kind: SwiGLU) -> None:
+    out = function(np.array([[np.nan, 1, 1, np.nan]], np.float32), kind)
+    assert np.isnan(out).all()
+
+
+@pytest.mark.parametrize("kind", [PLAIN, CLAMPED])
+def test_swiglu_agrees_with_the_definition(kind: SwiGLU) -> None:
     x = 4 * normal(5, 70)
-    assert relative_error(swiglu(x), swiglu_ref(x)) < 1e-6
+    assert relative_error(swiglu(x, kind), swiglu_ref(x, kind)) < 1e-6
 
 
 def run(case: ExpertsCase, format: str) -> tuple[np.ndarray, tuple, tuple]:
-    """x, (gate_up, down) as encoded, and the router's choice for a case."""
+    """x, (gate_up, down) as encoded, and the router's choice and biases of a case."""
     gate_up = quantize(normal(case.num_experts, 2 * case.width, case.hidden, seed=1), format)
     down = quantize(normal(case.num_experts, case.hidden, case.width, seed=2), format)
     choice = top_k_ref(normal(case.num_tokens, case.num_experts, seed=3), case.top_k, True)
+    if case.biases:
+        biases = (normal(case.num_experts, n, seed=n) for n in (2 * case.width, case.hidden))
+        choice = (*choice, *biases, CLAMPED)
     return normal(case.num_tokens, case.hidden), (gate_up, down), choice
 
 
@@ -48,10 +68,11 @@ def test_agrees_with_the_definition(case: ExpertsCase, format: str) -> None:
 
 @pytest.mark.parametrize("format", WEIGHT_FORMATS)
 def test_a_token_gets_the_same_bits_alone_and_among_eight(format: str) -> None:
-    x, weights, choice = run(ExpertsCase("", 8, 64, 32, 4, 2), format)
+    x, weights, choice = run(ExpertsCase("", 8, 64, 32, 4, 2, biases=True), format)
     together = added(x, weights, choice)
     for t in range(8):
-        alone = added(x[t : t + 1], weights, tuple(c[t : t + 1] for c in choice))
+        own = (*(c[t : t + 1] for c in choice[:2]), *choice[2:])
+        alone = added(x[t : t + 1], weights, own)
         np.testing.assert_array_equal(alone[0], together[t])
 
 
@@ -69,6 +90,18 @@ def test_two_experts_by_hand() -> None:
     add_experts(residual, x, *parts, weights, np.array([[1, 0]], np.int32))
     expected = [10 + 0.5 * SILU_2 * 3, 10 + 0.25 * SILU_2 * 6, 10, 10]
     np.testing.assert_allclose(residual, [expected], rtol=1e-6)
+
+
+def test_biases_and_clamped_activation_by_hand() -> None:
+    # No weights: each expert's gate is 2, its up -9 and so -3, and its output bias (e + 1, 10).
+    gate_up = quantize(np.zeros((2, 2, 4), np.float32), "fp32")
+    down = quantize(np.array([[[1], [0]]] * 2, np.float32), "fp32")
+    biases = np.array([[2, -9]] * 2, np.float32), np.array([[1, 10], [2, 10]], np.float32)
+    choice = np.array([[0.25, 0.75]], np.float32), np.array([[1, 0]], np.int32)
+    residual = np.zeros((1, 2), np.float32)
+    add_experts(residual, np.ones((1, 4), np.float32), gate_up, down, *choice, *biases, CLAMPED)
+    hidden = 2 / (1 + np.exp(-3)) * -2
+    np.testing.assert_allclose(residual, [[hidden + 0.25 * 2 + 0.75 * 1, 10]], rtol=1e-6)
 
 
 def test_no_tokens() -> None:

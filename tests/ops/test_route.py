@@ -52,6 +52,22 @@ def test_route_by_hand() -> None:
     np.testing.assert_allclose(weights, [[first, 1 - first]], rtol=1e-5)
 
 
+def test_a_router_bias_is_part_of_the_logits() -> None:
+    # Logits 0 and biases log 1, 4, 2, 3: the chosen two share 4 to 3.
+    router = quantize(np.zeros((4, 4), np.float32), "fp32")
+    ones = np.ones((1, 4), np.float32)
+    _, weights, ids = route(ones, ones[0], 1e-6, router, 2, True, bias=LOGITS[0])
+    assert ids.tolist() == [[1, 3]]
+    np.testing.assert_allclose(weights, [[4 / 7, 3 / 7]], rtol=1e-6)
+
+
+def test_renormalised_weights_are_softmax_over_the_chosen_logits() -> None:
+    logits = 8 * normal(50, 32)
+    weights, ids = top_k_ref(logits, 4, True)
+    chosen = np.take_along_axis(logits, ids, axis=1)
+    np.testing.assert_allclose(weights, softmax(chosen), rtol=1e-6)
+
+
 @pytest.mark.parametrize("format", ["bf16", "fp32"])
 def test_a_token_is_routed_alike_alone_and_among_eight(format: str) -> None:
     x, norm = normal(8, 64), normal(64, seed=1)

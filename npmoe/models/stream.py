@@ -1,0 +1,88 @@
+"""How the weight kernels stream their weights: the macros of cuda_src/gemv.cuh and its memory."""
+
+from dataclasses import dataclass
+
+from npmoe.errors import UnsupportedModel
+from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
+
+CHUNK_BYTES = 40_000
+RING_BYTES = 114_000
+MAX_BATCH = 16
+STATIC_BYTES = 256
+"""Largest chunk and ring; most tiles between two reductions; room for a kernel's own arrays."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Macros and launch of one kernel.
+
+    parts: chunks a row tile. stages: chunks in the ring. resident: the ring holds all chunks of a
+    block. batch: tiles between two reductions. bulk: copies into shared memory by hardware.
+    warps: of a block. shared: dynamic shared memory of a block in bytes.
+    """
+
+    parts: int
+    stages: int
+    resident: bool
+    batch: int
+    bulk: bool
+    warps: int
+    shared: int
+
+    @classmethod
+    def fit(
+        cls,
+        form: str,
+        slices: int,
+        stacked: int,
+        tokens: int,
+        tiles: int,
+        bulk: bool,
+        shared_bytes: int,
+    ) -> "Stream":
+        """For row tiles of `stacked` runs of `slices` records, at most `tiles` of them a block.
+
+        form: the weight format. tokens: activations side by side. shared_bytes: shared memory that
+        a block of this GPU can have.
+        Raises UnsupportedModel where activations and ring do not fit it.
+        """
+        # fp4 is bound by instructions and wants many warps; more tokens need more registers.
+        choices = (16, 8, 4, 2, 1) if form == "fp4" and tokens <= 4 else (8, 4, 2, 1)
+        staged = slices * stacked * tokens * (2 * 16 * 16 + 4)
+        for parts in range(1, slices + 1):
+            each = slices // parts
+            chunk = each * RECORD_BYTES[form]
+            if slices % parts or (chunk > CHUNK_BYTES and each > 1):
+                continue
+            place, total = chunk + 16, tiles * stacked * parts  # two barriers with every chunk
+            for warps in choices:
+                batch = min(tiles, MAX_BATCH, 2 * warps)  # a thread finishes one row
+                while True:
+                    shared = staged + warps * tokens * 4 * (1 + ROWS * batch)
+                    room = shared_bytes - STATIC_BYTES - shared
+                    if batch == 1 or room >= (min(total, 2) * place if bulk else 0):
+                        break
+                    batch //= 2
+                if not bulk:
+                    if room >= 0:
+                        return cls(parts, 2, False, batch, False, warps, shared)
+                    continue
+                stages = min(total, room // place, max(2, RING_BYTES // place))
+                if stages == total or (stages >= 2 and each >= warps):
+                    shared += stages * place
+                    return cls(parts, stages, stages == total, batch, True, warps, shared)
+        raise UnsupportedModel(
+            f"{slices * stacked * COLUMNS} columns x {tokens} tokens do not fit the "
+            f"{shared_bytes:,} bytes of this GPU's shared memory; use device='cpu'"
+        )
+
+    def macros(self) -> dict[str, int]:
+        """What the kernel must know of this."""
+        return {
+            "PARTS": self.parts,
+            "STAGES": self.stages,
+            "RESIDENT": int(self.resident),
+            "BATCH": self.batch,
+            "BULK": int(self.bulk),
+            "WARPS": self.warps,
+        }

@@ -1,0 +1,73 @@
+"""What the decode kernels do not know is refused by name, from the spec alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from npmoe.config import RopeConfig
+from npmoe.errors import UnsupportedModel
+from npmoe.models.decode import check_decode_spec
+from npmoe.models.families import read_model
+from npmoe.models.specs import (
+    AttentionSpec,
+    ExpertSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    RouterSpec,
+)
+from npmoe.ops.experts import SwiGLU
+from tests.golden.golden_cases import CASES
+
+ATTENTION = AttentionSpec(8, 2, 64, 0.125)
+ROUTER = RouterSpec(8, 2, True)
+EXPERTS = ExpertSpec(ROUTER, 128)
+
+
+def model(attention: AttentionSpec = ATTENTION, mlp: Any = EXPERTS) -> ModelSpec:
+    """Two layers; only the second is as asked for."""
+    layers = LayerSpec(ATTENTION, EXPERTS), LayerSpec(attention, mlp)
+    return ModelSpec(128, 300, 1e-6, RopeConfig(), 256, layers, tied=False)
+
+
+def test_what_the_kernels_know() -> None:
+    check_decode_spec(model(replace(ATTENTION, qk_norm="head", qkv_bias=True, output_bias=True)))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sinks": True}, "attention sinks"),
+        ({"window": 128}, "a sliding window"),
+        ({"clip": 1.0}, "clipped q, k and v"),
+        ({"qk_norm": "projection"}, "a q/k norm over the projection"),
+        ({"head_dim": 96}, "head_dim 96"),
+        ({"num_heads": 24}, "more than 8 query heads"),
+    ],
+)
+def test_attention(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"no decode kernel yet for {words}"):
+        check_decode_spec(model(attention=replace(ATTENTION, **change)))
+
+
+@pytest.mark.parametrize(
+    ("mlp", "words"),
+    [
+        (MLPSpec(128), "a dense MLP"),
+        (replace(EXPERTS, bias=True), "expert biases"),
+        (replace(EXPERTS, router=replace(ROUTER, bias=True)), "a router bias"),
+        (replace(EXPERTS, activation=SwiGLU(alpha=1.702)), r"experts with SwiGLU\(alpha=1.702"),
+        (replace(EXPERTS, activation=SwiGLU(limit=7.0)), r"experts with SwiGLU.*limit=7.0"),
+        (replace(EXPERTS, activation=SwiGLU(offset=1.0)), r"experts with SwiGLU.*offset=1.0"),
+    ],
+)
+def test_mlp(mlp: Any, words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"no decode kernel yet for {words}"):
+        check_decode_spec(model(mlp=mlp))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gpt_oss_v5", "mistral", "qwen2"])
+def test_families_without_kernels(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match="use device='cpu'"):
+        check_decode_spec(read_model(CASES[name], "config.json")[1])
