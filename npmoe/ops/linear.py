@@ -22,6 +22,7 @@ FEW_TOKENS = 8
 """Up to this many tokens each token takes its own pass (one result whoever is in the batch)."""
 
 SUM_COLUMNS = 32
+PRODUCT_COLUMNS = 128
 
 _FP16_VALUES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 # A float code becomes a float32 by one shift and one mask: the code's exponent lands in float32's
@@ -42,12 +43,13 @@ def linear_ref(x: Array, w: QuantTensor, bias: Array | None = None) -> Array:
 
 def linear(x: Array, w: QuantTensor, bias: Array | None = None, expert: int | None = None) -> Array:
     """x float32 `[T, K]` times w `[N, K]` (or w[expert] of `[E, N, K]`) -> float32 `[T, N]`."""
+    assert x.shape[1] == w.shape[-1], f"{x.shape[1]} activations for {w.shape[-1]} columns"
     if w.layout != TILES:
         w = w if expert is None else w[expert]
         if x.shape[0] > FEW_TOKENS:
-            return linear_ref(x, w, bias)
-        # A product for each token: BLAS adds up in another order for several.
-        y = np.matmul(w.dequantize(), x[:, :, None])[..., 0]
+            y = _short_sums(x, w.dequantize().T)
+        else:  # a product for each token: BLAS adds up in another order for several
+            y = np.matmul(w.dequantize(), x[:, :, None])[..., 0]
         return y if bias is None else y + bias
     y = np.empty((x.shape[0], w.codes.shape[-3] * TILE_ROWS), np.float32)
     codes = w.codes if expert is None else w.codes[expert]
@@ -67,13 +69,23 @@ def linear(x: Array, w: QuantTensor, bias: Array | None = None, expert: int | No
             last = min(first + step, tiles)
             block = np.empty((last - first, *codes.shape[1:]), np.float32)
             decode(codes[first:last], scales[first:last], *arguments, block)
-            part = np.matmul(x, block)  # [tiles, T, 64]
+            part = _short_sums(x, block)  # [tiles, T, 64]
             span = slice(first * TILE_ROWS, last * TILE_ROWS)
             y[:, span] = part.transpose(1, 0, 2).reshape(x.shape[0], -1)
     y = y[:, : w.shape[-2]]
     if bias is not None:
         y = y + bias
     return y
+
+
+def _short_sums(x: np.ndarray, block: np.ndarray) -> np.ndarray:
+    """x `[T, K]` times block `[..., K, N]` -> `[..., T, N]`, summed in runs of PRODUCT_COLUMNS: a
+    float32 sum over all of K would lose a bit or two more."""
+    total = np.matmul(x[:, :PRODUCT_COLUMNS], block[..., :PRODUCT_COLUMNS, :])
+    for start in range(PRODUCT_COLUMNS, x.shape[1], PRODUCT_COLUMNS):
+        run = slice(start, start + PRODUCT_COLUMNS)
+        total += np.matmul(x[:, run], block[..., run, :])
+    return total
 
 
 def prepare_linear(w: QuantTensor) -> QuantTensor:
