@@ -69,7 +69,8 @@ BLOCKS = 2
 """Registers of a multiprocessor, and the blocks that share it."""
 
 STATIC_BYTES = {"gate_up": 256, "down": 256}  # room for shared memory that is not dynamic
-SPILLS = {
+SPILLS = {  # by the compiler that setup.cfg pins
+    "sm_120a-qwen3-30b-a3b-fp4-fp4-1": "down spills 36 bytes",
     "sm_100a-seed-67b-fp4-fp4+bf16-1": "gate_up spills 8 bytes",
 }
 
