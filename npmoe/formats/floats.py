@@ -3,8 +3,13 @@
 bf16 is the upper half of a float32, rounded to nearest even.
 """
 
+import numpy as np
+
 from npmoe.dtypes import Array, array_namespace
 from npmoe.formats.groups import FP16_MAX, check_finite
+
+FP16_VALUES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+"""float32 `[65536]`: the value of each fp16 code, for loops that cannot view one as the other."""
 
 
 def encode_bf16(x: Array) -> Array:

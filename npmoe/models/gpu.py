@@ -16,7 +16,7 @@ from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, to_fragments
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models.decode import KV_CODES, DecodeStep, check_decode_spec
-from npmoe.models.parameters import ROUTER, TABLE, VECTOR, Parameter
+from npmoe.models.parameters import ROUTER, TABLE, Parameter
 from npmoe.models.specs import ModelSpec
 from npmoe.ops.quantize import KVPages
 from npmoe.runtime.device import cupy
@@ -39,7 +39,7 @@ def check_gpu_support(
             raise UnsupportedModel(
                 f"the GPU reads a {part} in bf16, this checkpoint has {target}; use device='cpu'"
             )
-        if part not in (ROUTER, TABLE, VECTOR) and target not in RECORD_BYTES:
+        if part not in (ROUTER, TABLE) and target not in RECORD_BYTES:
             raise UnsupportedModel(
                 f"no GPU kernel reads {target} weights ({part}) yet; pass weights='fp4' or 'bf16'"
             )

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from npmoe.dtypes import Array
+from npmoe.formats.floats import FP16_VALUES
 from npmoe.formats.minifloat import E2M1_VALUES, E4M3_VALUES
 from npmoe.ops.linear import FEW_TOKENS
 from npmoe.ops.quantize import KVPages, read_kv_pages
@@ -109,7 +110,7 @@ def paged_attention(
         position = int(length) - (stop - start)
         reach = min(int(length), window or int(length))
         arguments = (
-            *(np.ascontiguousarray(rows), *_decoder(k_pages), *_decoder(v_pages), _FP16_VALUES),
+            *(np.ascontiguousarray(rows), *_decoder(k_pages), *_decoder(v_pages), FP16_VALUES),
             *(block_table[s], position, np.float32(scale), window or 0, sinks, out[start:stop]),
         )
         run = partial(_attention_cpu, *arguments)
@@ -117,7 +118,6 @@ def paged_attention(
     return out
 
 
-_FP16_VALUES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 _KINDS = {"fp32": 0, "bf16": 1, "fp8": 2, "int8": 2, "int4": 3, "int4_asym": 3, "fp4": 3}
 _CODE_VALUES = {
     "fp8": E4M3_VALUES,

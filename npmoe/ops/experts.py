@@ -45,6 +45,7 @@ def swiglu(gate_up: Array, kind: SwiGLU = PLAIN) -> Array:
 
 @jit
 def _swiglu_cpu(gate_up, alpha, limit, offset, out):  # type: ignore[no-untyped-def]
+    """gate_up `[T, 2I]` -> out `[T, I]`."""
     for t in range(out.shape[0]):
         for i in range(out.shape[1]):
             gate = min(gate_up[t, i], limit)
@@ -77,8 +78,7 @@ def experts_ref(
     """The definition: sum over k of topk_weights[t, k] * mlp of expert topk_ids[t, k] -> `[T, H]`.
 
     x float32 `[T, H]`, gate_up_proj `[E, 2I, H]`, down_proj `[E, H, I]`, topk_weights float32 and
-    topk_ids int32 `[T, K]`,
-    gate_up_bias float32 `[E, 2I]`, down_bias float32 `[E, H]`.
+    topk_ids int32 `[T, K]`, gate_up_bias float32 `[E, 2I]`, down_bias float32 `[E, H]`.
     """
     out = np.zeros_like(x)
     for t in range(x.shape[0]):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from npmoe.dtypes import Array
+from npmoe.formats.floats import FP16_VALUES
 from npmoe.formats.groups import unpack_nibbles
 from npmoe.formats.minifloat import E2M1_VALUES, E4M3_VALUES, E8M0_VALUES
 from npmoe.formats.quant_tensor import QuantTensor
@@ -22,9 +23,10 @@ FEW_TOKENS = 8
 """Up to this many tokens each token takes its own pass (one result whoever is in the batch)."""
 
 SUM_COLUMNS = 32
+"""Columns that one run of a float32 sum takes, token by token; short runs round less."""
 PRODUCT_COLUMNS = 128
+"""The same for the matrix product of many tokens."""
 
-_FP16_VALUES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 # A float code becomes a float32 by one shift and one mask: the code's exponent lands in float32's
 # exponent field, and the difference of the biases is a power of two. Half of it multiplies the
 # activations and half the sum, so that neither leaves float32's normal range.
@@ -145,7 +147,7 @@ def _kernel_arguments(w: QuantTensor, expert: int | None) -> tuple[Any, ...]:
     factor = np.float32(0.5 if w.format in ("fp4", "mxfp4", "nvfp4") else 1.0)
     if w.format == "nvfp4":
         factor *= w.global_scale if expert is None else w.global_scale[expert]
-    table = {"mxfp4": E8M0_VALUES, "nvfp4": E4M3_VALUES}.get(w.format, _FP16_VALUES)
+    table = {"mxfp4": E8M0_VALUES, "nvfp4": E4M3_VALUES}.get(w.format, FP16_VALUES)
     return table, np.float32(factor)
 
 
