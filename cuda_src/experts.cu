@@ -5,7 +5,7 @@
 //
 //   hidden   float32 [tokens][TOP_K][WIDTH]         out of gate_up, in of down
 //   residual float32 [tokens][HIDDEN]               in of gate_up (x), in and out of down
-//   gate_up  u8 records [EXPERTS][2 WIDTH / 16][HIDDEN / 128]   in: "fragments", see gemv.cuh; gate
+//   gate_up  u8 records [EXPERTS][2 WIDTH / 16][HIDDEN / 128]   in: "fragments", see weight_formats.cuh; gate
 //            and up rows alternate
 //   down     u8 records [EXPERTS][HIDDEN / 16][WIDTH / 128]     in
 //   router_logits float32 [tokens][EXPERTS]         in

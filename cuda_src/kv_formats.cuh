@@ -15,7 +15,7 @@ struct KV {
   static constexpr bool SCALED = FORMAT == KV_FP4;
 };
 
-// A word of 8 nibbles as pairs of fp16, nibbles i and i + 4, each times 2^-14 (see gemv.cuh).
+// A word of 8 nibbles as pairs of fp16, nibbles i and i + 4, each times 2^-14 (see weight_formats.cuh).
 __device__ __forceinline__ void fp4_pairs(u32 v, u32 (&pairs)[4]) {
   pairs[0] = ((v << 12) & 0x80008000u) | ((v << 9) & 0x0E000E00u);
   pairs[1] = ((v << 8) & 0x80008000u) | ((v << 5) & 0x0E000E00u);

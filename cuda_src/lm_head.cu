@@ -3,7 +3,7 @@
 //
 //   logits float32 [tokens][rows]      out
 //   best   u64 [tokens]                in and out: ordered(logit) << 32 | ~row; 0 before the step
-//   w      u8 records [rows / 16][K / 128]   in: "fragments", see gemv.cuh
+//   w      u8 records [rows / 16][K / 128]   in: "fragments", see weight_formats.cuh
 //   x      float32 [tokens][K]         in: residual stream
 //   norm   float32 [K]                 in
 //   rows, vocab (rows that count; the rest is padding), tokens int32; eps float32

@@ -1,7 +1,7 @@
 // residual[token][row] += sum_k W[row][k] x[token][k] + bias[row]
 //
 //   residual float32 [tokens][rows]    in and out
-//   w        u8 records [rows / 16][K / 128]   in: "fragments", see gemv.cuh
+//   w        u8 records [rows / 16][K / 128]   in: "fragments", see weight_formats.cuh
 //   bias     float32 [rows] or null    in
 //   x        float32 [tokens][K]       in: attention output, heads one after another
 //   rows, tokens int32

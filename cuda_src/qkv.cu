@@ -1,7 +1,7 @@
 // projected[token][row] = rsqrt(mean(x^2) + eps) * sum_k W[row][k] (x[token][k] norm[k]) + bias[row]
 //
 //   projected float32 [tokens][rows]   out
-//   w         u8 records [rows / 16][K / 128]   in: "fragments", see gemv.cuh
+//   w         u8 records [rows / 16][K / 128]   in: "fragments", see weight_formats.cuh
 //   bias      float32 [rows] or null   in
 //   x         float32 [tokens][K]      in: residual stream
 //   norm      float32 [K]              in

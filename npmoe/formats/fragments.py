@@ -1,4 +1,4 @@
-"""The layout in which the decode kernels read weights; cuda_src/gemv.cuh defines it.
+"""The layout in which the decode kernels read weights; cuda_src/weight_formats.cuh defines it.
 
 Records of 16 rows x 128 columns, `[..., N / 16, K / 128, record bytes]`: lane 4 g + t of a warp
 finds there the codes of rows g and g + 8, of every group of 32 columns the 8 from 8 t on.
@@ -51,7 +51,7 @@ def to_fragments(w: QuantTensor) -> QuantTensor:
 
 
 def _words(nibbles: Array) -> Array:
-    """E2M1 codes uint8 `[..., 8]` -> uint32 `[...]` as gemv.cuh unpacks them."""
+    """E2M1 codes uint8 `[..., 8]` -> uint32 `[...]` as weight_formats.cuh unpacks them."""
     xp = array_namespace(nibbles)
     words = xp.zeros(nibbles.shape[:-1], xp.uint32)
     for p, (sign, magnitude) in enumerate(PAIR_SHIFTS):
