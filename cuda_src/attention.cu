@@ -304,9 +304,14 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   load_tile(tile, pages, begin, begin, end);
   const float2* turn = cos_sin + static_cast<size_t>(length - 1) * (D / 2);
   const HeadFactors q_factors(q_norm, turn), k_factors(k_norm, turn);
+  STAMP(1);
   grid_wait();
   launch_next();
-  if (cluster >= clusters) return;
+  STAMP(3);
+  if (cluster >= clusters) {
+    STAMP(7);
+    return;
+  }
 
   const float* mine = projected + static_cast<size_t>(seq) * (HEADS + 2 * KV_HEADS) * D;
   {
@@ -328,6 +333,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   }
   if (tid < 8) top[tid] = -INFINITE, total[tid] = 0.f;
   __syncthreads();
+  STAMP(4);
   uint4 q[GROUPS][2];
 #pragma unroll
   for (int i = 0; i < GROUPS; i++) {
@@ -397,7 +403,9 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
 #pragma unroll
     for (int i = 0; i < 2; i++)
       sums[g][(warp * 8 + 2 * t + i) * DIM_TILES + j] = (mixed[j][i] + mixed[j][i + 2]) * V_UNDO;
+  STAMP(5);
   cluster_sync();
+  STAMP(6);
   constexpr int SHARE = (RATIO * D + CLUSTER - 1) / CLUSTER, EACH = (SHARE + THREADS - 1) / THREADS;
   int rank = cluster_rank();
   float sum[EACH], highest[EACH], weight[EACH];
@@ -433,7 +441,10 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
       }
     }
   }
-  if (clusters == 1) return;
+  if (clusters == 1) {
+    STAMP(7);
+    return;
+  }
   __threadfence();
   __syncthreads();
   if (tid == 0) {
@@ -442,7 +453,10 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     if (last) *counter = 0;
   }
   __syncthreads();
-  if (!last) return;
+  if (!last) {
+    STAMP(7);
+    return;
+  }
   __threadfence();
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
@@ -462,5 +476,6 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
       result[at] = total_sum / total_weight;
     }
   }
+  STAMP(7);
 }
 CPU_KERNEL(attention)

@@ -36,12 +36,10 @@ gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* route
   SHARED_MEMORY(shared);
   __shared__ Choice<TOP_K> chosen;
   int token = blockIdx.y;
-  grid_wait();
-  launch_next();
   auto choose = [&] {
     choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
   };
-  stream_tiles<SLICES, PARTS, 1, false>(
+  stream_tiles<SLICES, PARTS, 1, false, true>(
       shared, own_tiles(TOP_K * EXPERT_TILES), x + static_cast<size_t>(token) * HIDDEN, 1, norm,
       choose,
       [&](int j, int part) {
@@ -49,11 +47,11 @@ gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* route
         size_t tile = static_cast<size_t>(chosen.id[at / EXPERT_TILES]) * EXPERT_TILES;
         return w + ((tile + at % EXPERT_TILES) * PARTS + part) * SLICES * RECORD_BYTES;
       },
-      [&](int j, int row, int, float sum, float square) {
+      [&](int j, int row, int, float sum, float square, bool mine) {
         int at = blockIdx.x + j * gridDim.x, slot = at / EXPERT_TILES;
         float y = sum * rsqrtf(square / HIDDEN + eps);
-        float up = __shfl_down_sync(3u << (threadIdx.x & 30), y, 1);
-        if (row % 2 == 0)
+        float up = __shfl_down_sync(ALL_LANES, y, FINISHERS);  // of the next row
+        if (mine && row % 2 == 0)
           hidden[(static_cast<size_t>(token) * TOP_K + slot) * WIDTH +
                  at % EXPERT_TILES * (TILE / 2) + row / 2] =
               chosen.weight[slot] * y / (1.f + expf(-y)) * up;
@@ -74,7 +72,7 @@ down(float* residual, const u8* __restrict__ w, const float* router_logits, cons
   // No kernel that may still run writes the residual: `output` ended before gate_up began.
   float* rows = residual + static_cast<size_t>(token) * HIDDEN;
   float before = row_ahead(rows, ROW_TILES);
-  stream_tiles<SLICES, TOP_K * PARTS, 1, true>(
+  stream_tiles<SLICES, TOP_K * PARTS, 1, true, false>(
       shared, own_tiles(ROW_TILES), hidden + static_cast<size_t>(token) * TOP_K * WIDTH, 1, nullptr,
       choose,
       [&](int j, int k) {
@@ -82,9 +80,9 @@ down(float* residual, const u8* __restrict__ w, const float* router_logits, cons
                       j * gridDim.x;
         return w + (tile * PARTS + k % PARTS) * SLICES * RECORD_BYTES;
       },
-      [&](int j, int row, int, float sum, float) {
+      [&](int j, int row, int, float sum, float, bool mine) {
         int at = (blockIdx.x + j * gridDim.x) * TILE + row;
-        rows[at] = (j < BATCH ? before : rows[at]) + sum;
+        if (mine) rows[at] = (j < BATCH ? before : rows[at]) + sum;
       });
 }
 CPU_KERNEL(down)

@@ -28,11 +28,11 @@ lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const f
   };
   u64 mine = 0;
   int mine_token = -1;
-  stream_tiles<SLICES, PARTS, TOKENS, true>(
+  stream_tiles<SLICES, PARTS, TOKENS, true, true>(
       shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, chunk,
-      [&](int j, int r, int token, float sum, float square) {
+      [&](int j, int r, int token, float sum, float square, bool counts) {
         int row = tile(j) * TILE + r;
-        if (row >= vocab) return;
+        if (row >= vocab || !counts) return;
         float y = sum * rsqrtf(square / K + eps);
         logits[static_cast<size_t>(token) * vocab + row] = y;
         u64 key = static_cast<u64>(ordered(y)) << 32 | static_cast<u32>(~row);

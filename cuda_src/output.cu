@@ -26,10 +26,11 @@ output(float* residual, const u8* __restrict__ w, const float* __restrict__ bias
   };
   // No kernel that may still run writes the residual: `down` ended before qkv began.
   float before = TOKENS == 1 ? row_ahead(residual, rows / TILE) : 0.f;
-  stream_tiles<SLICES, PARTS, TOKENS, true>(
+  stream_tiles<SLICES, PARTS, TOKENS, true, false>(
       shared, own_tiles(rows / TILE), x, tokens, nullptr, [] {}, chunk,
-      [&](int j, int r, int token, float sum, float) {
+      [&](int j, int r, int token, float sum, float, bool mine) {
         int row = tile(j) * TILE + r;
+        if (!mine) return;
         float* at = residual + static_cast<size_t>(token) * rows + row;
         *at = (TOKENS == 1 && j < BATCH ? before : *at) + (bias ? sum + bias[row] : sum);
       });

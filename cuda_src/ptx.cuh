@@ -21,6 +21,27 @@ __device__ __forceinline__ void launch_next() {
 #endif
 }
 
+// With STAMPS (bench/timeline.py), the first thread of each block notes when it passes STAMP(0) to
+// STAMP(7), in nanoseconds; STAMP(7) ends a launch.
+#ifdef STAMPS
+constexpr int STAMP_BLOCKS = 256, STAMP_LAUNCHES = 128;
+extern "C" {
+__device__ u64 stamps[STAMP_BLOCKS * STAMP_LAUNCHES * 8];
+__device__ u32 stamp_launches[STAMP_BLOCKS];
+}
+__device__ __forceinline__ void stamp(int i) {
+  u32 block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+  if (threadIdx.x || block >= STAMP_BLOCKS) return;
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  stamps[(block * STAMP_LAUNCHES + stamp_launches[block] % STAMP_LAUNCHES) * 8 + i] = now;
+  if (i == 7) stamp_launches[block]++;
+}
+#define STAMP(i) stamp(i)
+#else
+#define STAMP(i)
+#endif
+
 // Weights come through shared memory by bulk copies where the hardware has them (BULK, sm_90 and
 // later; the CPU imitates them); elsewhere they are read from global memory directly.
 #ifndef BULK

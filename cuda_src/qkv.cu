@@ -25,12 +25,13 @@ qkv(float* __restrict__ projected, const u8* __restrict__ w, const float* __rest
   auto chunk = [&](int j, int part) {
     return w + (static_cast<size_t>(tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
-  stream_tiles<SLICES, PARTS, TOKENS, true>(
+  stream_tiles<SLICES, PARTS, TOKENS, true, true>(
       shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, chunk,
-      [&](int j, int r, int token, float sum, float square) {
+      [&](int j, int r, int token, float sum, float square, bool mine) {
         int row = tile(j) * TILE + r;
         float y = sum * rsqrtf(square / K + eps);
-        projected[static_cast<size_t>(token) * rows + row] = bias ? y + bias[row] : y;
+        if (mine)
+          projected[static_cast<size_t>(token) * rows + row] = bias ? y + bias[row] : y;
       });
 }
 CPU_KERNEL(qkv)

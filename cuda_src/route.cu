@@ -32,8 +32,10 @@ route(float* __restrict__ router_logits, const __nv_bfloat16* __restrict__ w, co
       factor[i] = __ldg(reinterpret_cast<const float4*>(norm + slice * 128) + lane);
     }
   }
+  STAMP(1);
   grid_wait();
   launch_next();
+  STAMP(3);
   for (int token = 0; token < tokens; token++) {
     float sum = 0.f, square = 0.f;
 #pragma unroll
@@ -61,5 +63,6 @@ route(float* __restrict__ router_logits, const __nv_bfloat16* __restrict__ w, co
     }
     __syncthreads();
   }
+  STAMP(7);
 }
 CPU_KERNEL(route)

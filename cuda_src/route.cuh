@@ -18,38 +18,36 @@ __device__ __forceinline__ void choose_experts(Choice<CHOSEN>& choice, const flo
   static_assert(CHOSEN <= 32 && CHOSEN <= COUNT, "a lane keeps the weight of one chosen expert");
   constexpr int HELD = (COUNT + 31) / 32;
   int lane = threadIdx.x & 31;
-  u32 keys[HELD];
+  u32 keys[HELD];  // of experts HELD * lane and following
 #pragma unroll
   for (int i = 0; i < HELD; i++)
-    keys[i] = i * 32 + lane < COUNT ? ordered(__ldcg(logits + i * 32 + lane)) : 0u;
-  float top = 0.f, total = 0.f, mine = 0.f;
-#pragma unroll 1  // short code: it runs once, from a cold instruction cache
+    keys[i] = lane * HELD + i < COUNT ? ordered(__ldcg(logits + lane * HELD + i)) : 0u;
+  u32 mine = 0u;
+  float total = 0.f;
+#pragma unroll 1
   for (int k = 0; k < CHOSEN; k++) {
-    u32 best = 0;
+    u32 own = keys[0];
+    int at = 0;
 #pragma unroll
-    for (int i = 0; i < HELD; i++) best = max(best, keys[i]);
-    best = __reduce_max_sync(ALL_LANES, best);
-    u32 id = HELD * 32;
-#pragma unroll
-    for (int i = HELD - 1; i >= 0; i--)
-      if (keys[i] == best) id = i * 32 + lane;
-    id = __reduce_min_sync(ALL_LANES, id);
-    float logit = unordered(best);
-    if (k == 0) top = logit;
+    for (int i = 1; i < HELD; i++)
+      if (keys[i] > own) own = keys[i], at = i;
+    u32 best = __reduce_max_sync(ALL_LANES, own);
+    bool winner = lane == __ffs(__ballot_sync(ALL_LANES, own == best)) - 1;
+    if (winner) choice.id[k] = lane * HELD + at;
+    if (lane == k) mine = best;
     if (k == 0 && !NORMALIZED) {
 #pragma unroll
       for (int i = 0; i < HELD; i++)
-        if (i * 32 + lane < COUNT) total += expf(unordered(keys[i]) - top);
+        if (lane * HELD + i < COUNT) total += expf(unordered(keys[i]) - unordered(best));
       total = warp_sum(total);
     }
-    float weight = expf(logit - top);
-    if (NORMALIZED) total += weight;
-    if (lane == k) mine = weight;
-    if (lane == 0) choice.id[k] = id;
 #pragma unroll
     for (int i = 0; i < HELD; i++)
-      if (id == i * 32 + lane) keys[i] = 0u;
+      if (winner && i == at) keys[i] = 0u;
   }
-  if (lane < CHOSEN) choice.weight[lane] = mine / total;
+  float top = unordered(__shfl_sync(ALL_LANES, mine, 0));
+  float weight = lane < CHOSEN ? expf(unordered(mine) - top) : 0.f;
+  if (NORMALIZED) total = warp_sum(weight);
+  if (lane < CHOSEN) choice.weight[lane] = weight / total;
   __syncwarp();
 }

@@ -13,8 +13,9 @@ from npmoe.formats.quant_tensor import QuantTensor
 LAYOUT = "fragments"
 ROWS, COLUMNS = 16, 128
 RECORD_BYTES = {"bf16": 4096, "fp4": 1152}
-PAIR_SHIFTS = ((15, 9), (12, 6), (14, 3), (13, 0))
-"""Where the sign bit and the lowest magnitude bit of pair 0 to 3 lie in a word's half."""
+PAIR_BITS = ((15, 8, 7, 6), (21, 14, 13, 12), (9, 2, 1, 0), (11, 4, 3, 10))
+"""Where sign, exponent (2 bits) and mantissa of the even column of pair 0 to 3 lie in a word; those
+of the odd column lie 16 bits on, modulo 32."""
 
 
 def to_fragments(w: QuantTensor) -> QuantTensor:
@@ -54,10 +55,11 @@ def _words(nibbles: Array) -> Array:
     """E2M1 codes uint8 `[..., 8]` -> uint32 `[...]` as weight_formats.cuh unpacks them."""
     xp = array_namespace(nibbles)
     words = xp.zeros(nibbles.shape[:-1], xp.uint32)
-    for p, (sign, magnitude) in enumerate(PAIR_SHIFTS):
-        for half in range(2):
-            code = nibbles[..., 2 * p + half].astype(xp.uint32)
-            words |= ((code >> 3) << sign | (code & 7) << magnitude) << (16 * half)
+    for p, places in enumerate(PAIR_BITS):
+        for odd in range(2):
+            code = nibbles[..., 2 * p + odd].astype(xp.uint32)
+            for i, place in enumerate(places):
+                words |= (code >> (3 - i) & 1) << ((place + 16 * odd) % 32)
     return words
 
 

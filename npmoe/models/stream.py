@@ -48,7 +48,7 @@ class Stream:
         """
         # fp4 is bound by instructions and wants many warps; more tokens need more registers.
         choices = (16, 8, 4, 2, 1) if form == "fp4" and tokens <= 4 else (8, 4, 2, 1)
-        staged = slices * stacked * tokens * (2 * 16 * 16 + 4)
+        staged = slices * stacked * tokens * 2 * 16 * 16
         for parts in range(1, slices + 1):
             each = slices // parts
             chunk = each * RECORD_BYTES[form]
@@ -56,7 +56,7 @@ class Stream:
                 continue
             place, total = chunk + 16, tiles * stacked * parts  # two barriers with every chunk
             for warps in choices:
-                batch = min(tiles, MAX_BATCH, 2 * warps)  # a thread finishes one row
+                batch = min(tiles, MAX_BATCH, max(2, warps // 2))  # a thread finishes one row
                 while True:
                     shared = staged + warps * tokens * 4 * (1 + ROWS * batch)
                     room = shared_bytes - STATIC_BYTES - shared

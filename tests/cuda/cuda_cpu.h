@@ -460,6 +460,9 @@ inline float __int_as_float(int v) { return bits_of<float>(v); }
 inline int __float_as_int(float v) { return bits_of<int>(v); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+  return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> (by & 31));
+}
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned pick) {
   uint64_t both = static_cast<uint64_t>(y) << 32 | x;
   unsigned result = 0;
