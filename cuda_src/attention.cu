@@ -12,15 +12,22 @@
 //   partial   float32 [seqs][KV_HEADS][splits / CLUSTER][3][RATIO D]   scratch: sums, maxima, weights
 //   arrived   u32 [seqs][KV_HEADS][CLUSTER], zero; left zero     scratch
 //   max_pages int32; eps, scale float32
-// Grid: (splits, KV_HEADS, seqs) blocks of 256 threads, splits a multiple of CLUSTER and at most
-// 32 CLUSTER. A split takes the next ceil(len / splits) tokens, rounded up to 64. The CLUSTER splits
-// of a cluster are combined through shared memory, each block for its share of the outputs; where
-// there are several clusters a head, the last block to arrive combines their shares.
+// Grid: (splits, KV_HEADS, seqs) blocks of 32 WARPS threads, splits a multiple of CLUSTER and at most
+// 32 CLUSTER. A split takes the next ceil(len / splits) tokens, LEAST or more, rounded up to CHUNK; its
+// warps take turns at chunks of CHUNK tokens, each on its own: a ring of STAGES chunks in shared memory
+// filled by asynchronous copies, a running maximum, sums in registers. Then the warps of a block are
+// combined through shared memory, the CLUSTER splits of a cluster too, each block for its share of
+// the outputs; where there are several clusters a head, the last block to arrive combines their
+// shares.
+// Dynamic shared memory: WARPS STAGES STAGE_BYTES; STAGE_BYTES as npmoe/models/decode.py counts it:
+// CHUNK rows of K and of V, each 16 bytes longer than its codes, and their scales.
 // Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT,
-// KV_GROUP (32), CLUSTER (8 or 1).
+// KV_GROUP (32), CLUSTER (8 or 1), WARPS (2 to 8, a power of two), STAGES (2 or more), LEAST (a
+// multiple of 16).
 // Alignment: 16 bytes everywhere.
 // Numerics: tensor-core products of exact codes with activations and weights split in a 16-bit head
-// and rest, float32 sums, group scales applied in float32; splits are combined in order.
+// and rest, float32 sums, group scales applied in float32; chunks of a warp in order, then warps,
+// then splits in order.
 // Limit: values in fp4 pages below 49,000 (their scale times 8 must fit fp16).
 #include "kv_formats.cuh"
 
@@ -33,15 +40,25 @@
 #if KV_GROUP != 32 || PAGE < 1 || (CLUSTER != 1 && CLUSTER != 8)
 #error "attention needs KV_GROUP 32, PAGE 1 or more, and CLUSTER 1 or 8"
 #endif
+#if (WARPS != 2 && WARPS != 4 && WARPS != 8) || STAGES < 2 || LEAST < 16 || LEAST % 16 != 0
+#error "attention needs WARPS 2, 4 or 8, STAGES 2 or more and LEAST a multiple of 16"
+#endif
 
-constexpr int D = HEAD_DIM, RATIO = HEADS / KV_HEADS, THREADS = 256, SPAN = 64;  // tokens a tile
-constexpr int GROUPS = D / 32, DIM_TILES = D / 64;  // tiles of 8 dims a warp has of the output
+constexpr int D = HEAD_DIM, RATIO = HEADS / KV_HEADS, THREADS = 32 * WARPS, CHUNK = 16;
+constexpr int GROUPS = D / 32;
+constexpr bool K_SCALED = KV<K_FORMAT>::SCALED, V_SCALED = KV<V_FORMAT>::SCALED;
 constexpr int K_ROW = D * KV<K_FORMAT>::BITS / 8, V_ROW = D * KV<V_FORMAT>::BITS / 8;  // bytes
-constexpr int K_WORDS = KV<K_FORMAT>::BITS / 4;  // 32-bit words of 8 elements
-constexpr int V_PARTS = V_ROW / 16, V_EACH = SPAN * V_PARTS / THREADS > 0 ? SPAN * V_PARTS / THREADS : 1;
-constexpr int V_STRIDE = V_ROW + 16;  // in shared memory: rows 2 t on different banks
-constexpr float V_FACTOR = KV<V_FORMAT>::SCALED ? 8.f : 1.f;
-constexpr float V_UNDO = KV<V_FORMAT>::SCALED ? 2048.f : 1.f;  // 2^14 of the codes / V_FACTOR
+// Rows in shared memory: 16 bytes longer, so that 8 rows lie on different banks.
+constexpr int K_STRIDE = K_ROW + 16, V_STRIDE = V_ROW + 16, SCALE_ROW = 2 * GROUPS;
+constexpr int V_AT = CHUNK * K_STRIDE, K_SCALES_AT = V_AT + CHUNK * V_STRIDE;
+constexpr int V_SCALES_AT = K_SCALES_AT + K_SCALED * CHUNK * SCALE_ROW;
+constexpr int STAGE_BYTES = V_SCALES_AT + V_SCALED * CHUNK * SCALE_ROW;
+constexpr int Q_STRIDE = D + (K_SCALED ? 1 : 8);  // floats between heads: on different banks
+constexpr int RESULT_STRIDE = D + 1;  // floats between the heads of a warp's result, in its ring
+static_assert(STAGES * STAGE_BYTES >= 8 * RESULT_STRIDE * 4, "a warp's result needs more stages");
+constexpr float K_UNDO = K_SCALED ? 16384.f : 1.f;  // 2^14 of the codes
+constexpr float V_FACTOR = V_SCALED ? 8.f : 1.f, V_UNDO = V_SCALED ? 2048.f : 1.f;  // 2^14 / V_FACTOR
+constexpr float LOG2_E = 1.44269504f;
 
 // What a lane needs for norm and rotary, spread as store_head wants the elements.
 struct HeadFactors {
@@ -116,154 +133,163 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint4& a, u32 b0, u32 b
     mma_f16(c, a, b0, b1);
 }
 
-// What a thread holds of a tile of SPAN tokens between its loads and its use.
-struct Tile {
-  u32 k[GROUPS][K_WORDS];  // token 8 warp + lane / 4: of each group the 8 elements from 8 t on
-  uint2 k_scales[2];       // tokens 8 warp + 2 t and the next: fp16 a group
-  uint4 v[V_EACH];
-  uint2 v_scales;          // token threadIdx.x
-};
-
 struct Pages {
   u8 *k_codes, *v_codes;
   __half *k_scales, *v_scales;
   const int* table;
   int kv_head;
-  __device__ __forceinline__ size_t row(int token) const {
-    return (static_cast<size_t>(__ldg(table + token / PAGE)) * KV_HEADS + kv_head) * PAGE +
-           token % PAGE;
+  __device__ __forceinline__ size_t row(int page, int token) const {
+    return (static_cast<size_t>(page) * KV_HEADS + kv_head) * PAGE + token % PAGE;
   }
 };
 
-__device__ __forceinline__ uint2 load_scales(const __half* scales, size_t row) {
-  if constexpr (GROUPS == 4) return __ldcg(reinterpret_cast<const uint2*>(scales) + row);
-  return make_uint2(__ldcg(reinterpret_cast<const u32*>(scales) + row), 0u);
-}
-
-// Loads a thread's part of the tokens [first, first + SPAN) that lie in [only, end).
-__device__ __forceinline__ void load_tile(Tile& tile, const Pages& pages, int first, int only,
-                                          int end) {
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
-  int token = first + warp * 8 + (lane >> 2);
-  if (token >= only && token < end) {
-    const u8* row = pages.k_codes + pages.row(token) * K_ROW + t * (K_WORDS * 4);
+// Starts copying the tokens [first, first + CHUNK) below `end` into a stage of this warp's ring.
+// page: of token first + lane % CHUNK.
+__device__ __forceinline__ void fetch_chunk(u8* stage, const Pages& pages, int first, int end,
+                                            int page) {
+  int lane = threadIdx.x & 31;
+  auto rows = [&](u8* to, const u8* from, int bytes, int stride) {
+    int pieces = bytes / 16;
+    const u8* together = from + pages.row(page, first) * bytes;  // where the chunk is on one page
 #pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
-      const u8* p = row + g * (K_WORDS * 16);
-      if constexpr (K_WORDS == 4) {
-        uint4 q = __ldcg(reinterpret_cast<const uint4*>(p));
-        tile.k[g][0] = q.x, tile.k[g][1] = q.y, tile.k[g][2] = q.z, tile.k[g][3] = q.w;
-      } else {
-        tile.k[g][0] = __ldcg(reinterpret_cast<const u32*>(p));
-      }
+    for (int i = 0; i < CHUNK * pieces / 32; i++) {
+      int at = i * 32 + lane, r = at / pieces, c = at % pieces;
+      const u8* piece = together + at * 16;
+      if (PAGE % CHUNK)
+        piece = from + pages.row(__shfl_sync(ALL_LANES, page, r), first + r) * bytes + c * 16;
+      if (first + r < end) async_copy<16>(to + r * stride + c * 16, piece);
     }
-  }
-  if constexpr (KV<K_FORMAT>::SCALED)
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      token = first + warp * 8 + 2 * t + i;
-      if (token >= only && token < end)
-        tile.k_scales[i] = load_scales(pages.k_scales, pages.row(token));
-    }
-#pragma unroll
-  for (int i = 0; i < V_EACH; i++) {
-    int at = threadIdx.x + i * THREADS;
-    token = first + at / V_PARTS;
-    if (at < SPAN * V_PARTS && token >= only && token < end)
-      tile.v[i] = __ldcg(reinterpret_cast<const uint4*>(pages.v_codes + pages.row(token) * V_ROW) +
-                         at % V_PARTS);
-  }
-  if constexpr (KV<V_FORMAT>::SCALED) {
-    token = first + threadIdx.x;
-    if (threadIdx.x < SPAN && token >= only && token < end)
-      tile.v_scales = load_scales(pages.v_scales, pages.row(token));
+  };
+  rows(stage, pages.k_codes, K_ROW, K_STRIDE);
+  rows(stage + V_AT, pages.v_codes, V_ROW, V_STRIDE);
+  int r = lane % CHUNK;
+  size_t row = pages.row(page, first + r);
+  bool values = lane >= CHUNK;
+  if (first + r < end && (values ? V_SCALED : K_SCALED))
+    async_copy<SCALE_ROW>(stage + (values ? V_SCALES_AT : K_SCALES_AT) + r * SCALE_ROW,
+                          (values ? pages.v_scales : pages.k_scales) + row * GROUPS);
+}
+
+// The new token as its pages hold it.
+struct NewToken {
+  u8 k[K_ROW], v[V_ROW];
+  __half k_scales[4], v_scales[4];
+};
+
+// Puts the new token into row r of a stage.
+__device__ __forceinline__ void take_new_token(u8* stage, int r, const NewToken& token) {
+  int lane = threadIdx.x & 31;
+  for (int i = lane; i < K_ROW / 4; i += 32)
+    reinterpret_cast<u32*>(stage + r * K_STRIDE)[i] = reinterpret_cast<const u32*>(token.k)[i];
+  for (int i = lane; i < V_ROW / 4; i += 32)
+    reinterpret_cast<u32*>(stage + V_AT + r * V_STRIDE)[i] =
+        reinterpret_cast<const u32*>(token.v)[i];
+  if (lane < GROUPS) {
+    if (K_SCALED)
+      reinterpret_cast<__half*>(stage + K_SCALES_AT + r * SCALE_ROW)[lane] = token.k_scales[lane];
+    if (V_SCALED)
+      reinterpret_cast<__half*>(stage + V_SCALES_AT + r * SCALE_ROW)[lane] = token.v_scales[lane];
   }
 }
 
-// Replaces what was loaded for the tile's token `at` by the rows that this block has just made.
-__device__ __forceinline__ void take_new_token(Tile& tile, int at, const u8* k, const __half* k_scales,
-                                               const u8* v, const __half* v_scales) {
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3;
-  if (at == warp * 8 + (lane >> 2))
+// The A operand of scores, D / 16 steps: rows are the heads' q, then what a 16-bit number leaves of
+// it. heads: q in shared memory, elements in the order in which the keys' operand has them.
+__device__ __forceinline__ void load_query(uint4 (&q)[D / 16], const float (*heads)[Q_STRIDE]) {
+  int lane = threadIdx.x & 31, t = lane & 3, g = lane >> 2;
 #pragma unroll
-    for (int g = 0; g < GROUPS; g++)
-#pragma unroll
-      for (int i = 0; i < K_WORDS; i++)
-        tile.k[g][i] = reinterpret_cast<const u32*>(k)[(g * 4 + t) * K_WORDS + i];
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    if (at == warp * 8 + 2 * t + i) tile.k_scales[i] = *reinterpret_cast<const uint2*>(k_scales);
-#pragma unroll
-  for (int i = 0; i < V_EACH; i++) {
-    int part = threadIdx.x + i * THREADS;
-    if (at == part / V_PARTS) tile.v[i] = reinterpret_cast<const uint4*>(v)[part % V_PARTS];
-  }
-  if (at == static_cast<int>(threadIdx.x)) tile.v_scales = *reinterpret_cast<const uint2*>(v_scales);
-}
-
-// Scores of 8 tokens for all heads: c[0], c[1] = head lane / 4 with tokens 2 t and 2 t + 1.
-__device__ __forceinline__ float2 scores(const Tile& tile, const uint4 (&q)[GROUPS][2]) {
-  float2 sum = make_float2(0.f, 0.f);
-  float c[4] = {};
-#pragma unroll
-  for (int g = 0; g < GROUPS; g++) {
-    if constexpr (K_FORMAT == KV_BF16) {
-      mma<K_FORMAT>(c, q[g][0], tile.k[g][0], tile.k[g][1]);
-      mma<K_FORMAT>(c, q[g][1], tile.k[g][2], tile.k[g][3]);
+  for (int step = 0; step < D / 16; step++) {
+    const float* x;
+    float a, b, c, d;
+    if constexpr (K_SCALED) {  // a word of codes gives out elements 0 and 4, 1 and 5, 2 and 6, 3 and 7
+      x = &heads[g][step / 2 * 32 + t * 8 + step % 2 * 2];
+      a = x[0], b = x[4], c = x[1], d = x[5];
     } else {
-      u32 pairs[4];
-      fp4_pairs(tile.k[g][0], pairs);
-      float d[4] = {};
-      mma<K_FORMAT>(d, q[g][0], pairs[0], pairs[1]);
-      mma<K_FORMAT>(d, q[g][1], pairs[2], pairs[3]);
-      float2 low = floats(g < 2 ? tile.k_scales[0].x : tile.k_scales[0].y);
-      float2 high = floats(g < 2 ? tile.k_scales[1].x : tile.k_scales[1].y);
-      sum.x += (g % 2 ? low.y : low.x) * (d[0] + d[2]);
-      sum.y += (g % 2 ? high.y : high.x) * (d[1] + d[3]);
+      x = &heads[g][step * 16 + t * 2];
+      a = x[0], b = x[1], c = x[8], d = x[9];
     }
+    uint2 first = head_and_rest<K_FORMAT>(a, b), second = head_and_rest<K_FORMAT>(c, d);
+    q[step] = make_uint4(first.x, first.y, second.x, second.y);
   }
-  if constexpr (K_FORMAT == KV_BF16) return make_float2(c[0] + c[2], c[1] + c[3]);
-  return make_float2(sum.x * 16384.f, sum.y * 16384.f);
 }
 
-// Adds a tile's values times `weights` [8 heads][SPAN] to mixed: c of the warp's tiles of 8 dims.
-__device__ __forceinline__ void mix(float (&mixed)[DIM_TILES][4], const float (*weights)[SPAN + 4],
-                                    const u8* values, const __half (*scales)[4]) {
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = lane & 3, g = lane >> 2;
+// Scores of head g with the stage's tokens 8 block + 2 t and the next.
+__device__ __forceinline__ float2 scores(const u8* stage, int block, const uint4 (&q)[D / 16]) {
+  int lane = threadIdx.x & 31, t = lane & 3;
+  const u8* row = stage + (block * 8 + lane % 8) * K_STRIDE;
+  float2 sum = make_float2(0.f, 0.f);
+  if constexpr (K_SCALED) {
+    u32 words[4], pairs[4];
+    load_matrices(words, row + lane / 8 % GROUPS * 16);  // word t of each group of token g
+    const __half2* scales =
+        reinterpret_cast<const __half2*>(stage + K_SCALES_AT + (block * 8 + 2 * t) * SCALE_ROW);
 #pragma unroll
-  for (int step = 0; step < SPAN / 16; step++) {
-    float p[4];
-    u32 raw[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int token = step * 16 + 2 * t + i % 2 + i / 2 * 8;
-      p[i] = weights[g][token];
-      if constexpr (KV<V_FORMAT>::SCALED) {
-        p[i] *= __half2float(scales[token][warp * DIM_TILES * 8 / 32]) * V_FACTOR;
-        int element = (warp * 8 + g) * DIM_TILES;  // its byte holds elements of both dim tiles
-        raw[i] = values[token * V_STRIDE + element / 2];
-        if (DIM_TILES == 1) raw[i] >>= element % 2 * 4;
-      } else {
-        const u8* at = values + token * V_STRIDE + (warp * 8 + g) * DIM_TILES * 2;
-        raw[i] = DIM_TILES == 2 ? *reinterpret_cast<const u32*>(at)
-                                : *reinterpret_cast<const unsigned short*>(at);
-      }
+    for (int i = 0; i < GROUPS; i++) {
+      float d[4] = {};
+      fp4_pairs(words[i], pairs);
+      mma<K_FORMAT>(d, q[2 * i], pairs[0], pairs[1]);
+      mma<K_FORMAT>(d, q[2 * i + 1], pairs[2], pairs[3]);
+      float2 low = __half22float2(scales[i / 2]), high = __half22float2(scales[(GROUPS + i) / 2]);
+      sum.x += (i % 2 ? low.y : low.x) * (d[0] + d[2]);
+      sum.y += (i % 2 ? high.y : high.x) * (d[1] + d[3]);
     }
-    uint2 first = head_and_rest<V_FORMAT>(p[0], p[1]), second = head_and_rest<V_FORMAT>(p[2], p[3]);
-    uint4 a = make_uint4(first.x, first.y, second.x, second.y);
+  } else {
+    float d[4] = {};
 #pragma unroll
-    for (int j = 0; j < DIM_TILES; j++) {
-      u32 b[2];
+    for (int i = 0; i < D / 32; i++) {
+      u32 words[4];
+      load_matrices(words, row + i * 64 + lane / 8 * 16);
+      mma<K_FORMAT>(d, q[2 * i], words[0], words[1]);
+      mma<K_FORMAT>(d, q[2 * i + 1], words[2], words[3]);
+    }
+    sum = make_float2(d[0] + d[2], d[1] + d[3]);
+  }
+  return make_float2(sum.x * K_UNDO, sum.y * K_UNDO);
+}
+
+// Which element of a head row r of the i-th product of `mix` is.
+__device__ __forceinline__ int mixed_element(int i, int r) {
+  return V_SCALED ? i / 2 * 32 + r % 8 * 4 + i % 2 * 2 + r / 8 : i * 16 + r;
+}
+
+// mixed[i]: elements of row g (heads 2 t, 2 t + 1) and of row g + 8. Adds the stage's values times p:
+// of head g for tokens 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t.
+__device__ __forceinline__ void mix(float (&mixed)[D / 16][4], const u8* stage, const float (&p)[4]) {
+  int lane = threadIdx.x & 31, t = lane & 3;
+  const u8* row = stage + V_AT + lane % 16 * V_STRIDE + lane / 16 * 16;
+  uint2 low, high;  // the B operand: tokens 2 t and on, tokens 8 + 2 t and on
+  if constexpr (!V_SCALED) low = head_and_rest<V_FORMAT>(p[0], p[1]), high = head_and_rest<V_FORMAT>(p[2], p[3]);
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        if constexpr (KV<V_FORMAT>::SCALED) {
-          u32 both = (raw[2 * i] >> 4 * j & 15u) | (raw[2 * i + 1] >> 4 * j & 15u) << 16;
-          b[i] = (both << 12 & 0x80008000u) | (both << 9 & 0x0E000E00u);
-        } else {
-          b[i] = __byte_perm(raw[2 * i], raw[2 * i + 1], j ? 0x7632 : 0x5410);
+  for (int i = 0; i < (V_SCALED ? GROUPS : D / 16); i += V_SCALED ? 2 : 1) {
+    u32 words[4];
+    if constexpr (V_SCALED) {
+      load_matrices_transposed(words, row + i * 16);  // group i: tokens 0-7, 8-15; group i + 1
+      const u8* scales = stage + V_SCALES_AT + i * 2;
+      float2 s[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        s[k] = __half22float2(*reinterpret_cast<const __half2*>(
+            scales + (k / 2 * 8 + 2 * t + k % 2) * SCALE_ROW));
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        float w[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) w[k] = p[k] * V_FACTOR * (j ? s[k].y : s[k].x);
+        low = head_and_rest<V_FORMAT>(w[0], w[1]), high = head_and_rest<V_FORMAT>(w[2], w[3]);
+        u32 near[4], far[4];
+        fp4_pairs(words[2 * j], near);
+        fp4_pairs(words[2 * j + 1], far);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          uint4 a = make_uint4(near[2 * h], near[2 * h + 1], far[2 * h], far[2 * h + 1]);
+          mma<V_FORMAT>(mixed[2 * (i + j) + h], a, low.x, high.x);
+          mma<V_FORMAT>(mixed[2 * (i + j) + h], a, low.y, high.y);
         }
       }
-      mma<V_FORMAT>(mixed[j], a, b[0], b[1]);
+    } else {
+      load_matrices_transposed(words, row + i * 32);  // dims 0-7: tokens 0-7, 8-15; dims 8-15
+      uint4 a = make_uint4(words[0], words[2], words[1], words[3]);
+      mma<V_FORMAT>(mixed[i], a, low.x, high.x);
+      mma<V_FORMAT>(mixed[i], a, low.y, high.y);
     }
   }
 }
@@ -274,34 +300,50 @@ __device__ __forceinline__ void mix(float (&mixed)[DIM_TILES][4], const float (*
 #define CLUSTER_BOUNDS
 #endif
 
-extern "C" __global__ void CLUSTER_BOUNDS __launch_bounds__(THREADS, 2)
+extern "C" __global__ void CLUSTER_BOUNDS __launch_bounds__(THREADS, 16 / WARPS)
 attention(float* __restrict__ out, const float* projected, const float* __restrict__ q_norm,
           const float* __restrict__ k_norm, const float2* __restrict__ cos_sin, u8* k_codes,
           __half* k_scales, u8* v_codes, __half* v_scales, const int* block_table,
           const int* seq_lens, float* partial, u32* arrived, int max_pages, float eps,
           float scale) {
-  __shared__ __align__(16) float q_shared[8][D];
-  __shared__ __align__(16) float weights[8][SPAN + 4];
-  __shared__ __align__(16) u8 values[SPAN * V_STRIDE];
-  __shared__ __align__(16) __half value_scales[SPAN][4];
-  __shared__ __align__(16) u8 new_k[K_ROW], new_v[V_ROW];  // the new token, where it is ours
-  __shared__ __align__(8) __half new_k_scales[4], new_v_scales[4];
-  __shared__ float sums[8][D], top[8], total[8], shrink[8];
+  SHARED_MEMORY(shared);
+  __shared__ __align__(16) float q_shared[8][Q_STRIDE];
+  __shared__ __align__(16) NewToken new_token;
+  __shared__ float warp_top[WARPS][8], warp_total[WARPS][8];
+  __shared__ __align__(16) float sums[8][D];
+  __shared__ float top[8], total[8];
   __shared__ bool last;
+  STAMP(0);
   int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, t = lane & 3, g = lane >> 2;
   int kv = blockIdx.y, seq = blockIdx.z, splits = gridDim.x;
 
   // Lengths, tables and older tokens do not depend on the kernel before: fetch them early.
   int length = __ldcg(seq_lens + seq);
-  int each = ((length + splits - 1) / splits + SPAN - 1) / SPAN * SPAN;
+  int each = max(((length + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK, LEAST);
   int active = (length + each - 1) / each;
   int clusters = (active + CLUSTER - 1) / CLUSTER, cluster = blockIdx.x / CLUSTER;
   int begin = min(static_cast<int>(blockIdx.x) * each, length), end = min(begin + each, length);
   bool newest = begin < end && end == length;
+  int older = newest ? end - 1 : end;  // what is in the pages already
   Pages pages = {k_codes, v_codes, k_scales, v_scales,
                  block_table + static_cast<size_t>(seq) * max_pages, kv};
-  Tile tile = {};
-  load_tile(tile, pages, begin, begin, end);
+  u8* ring = shared + warp * STAGES * STAGE_BYTES;
+  // This warp's chunks begin at `first`, `first` + STRIDE, ...
+  constexpr int STRIDE = WARPS * CHUNK;
+  int first = begin + warp * CHUNK;
+  auto page_of = [&](int chunk) {
+    int token = PAGE % CHUNK ? chunk + lane % CHUNK : chunk;  // a chunk begins at a multiple of CHUNK
+    return token < older ? __ldg(pages.table + token / PAGE) : 0;
+  };
+  int page = page_of(first);
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) {
+    int next = page_of(first + (s + 1) * STRIDE);
+    if (first + s * STRIDE < older)
+      fetch_chunk(ring + s * STAGE_BYTES, pages, first + s * STRIDE, older, page);
+    async_commit();
+    page = next;
+  }
   const float2* turn = cos_sin + static_cast<size_t>(length - 1) * (D / 2);
   const HeadFactors q_factors(q_norm, turn), k_factors(k_norm, turn);
   STAMP(1);
@@ -314,119 +356,147 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   }
 
   const float* mine = projected + static_cast<size_t>(seq) * (HEADS + 2 * KV_HEADS) * D;
-  {
-    float v[D / 32] = {}, n[D / 32];
-    if (warp < RATIO) load_head(v, mine + (kv * RATIO + warp) * D);
-    bool writes = newest && warp < 2;  // this split owns the new token: its key and its value
-    if (writes) load_head(n, mine + (HEADS + warp * KV_HEADS + kv) * D);
-    if (warp < RATIO) turn_head(v, q_factors, q_norm, eps);
+  if (newest && warp < 2) {  // this split owns the new token: its key and its value
+    float v[D / 32];
+    load_head(v, mine + (HEADS + warp * KV_HEADS + kv) * D);
+    size_t row = pages.row(__ldg(pages.table + (length - 1) / PAGE), length - 1);
+    if (warp == 0) {
+      turn_head(v, k_factors, k_norm, eps);
+      store_head<K_FORMAT, D>(k_codes + row * K_ROW, k_scales + row * GROUPS, new_token.k,
+                              new_token.k_scales, v);
+    } else {
+      store_head<V_FORMAT, D>(v_codes + row * V_ROW, v_scales + row * GROUPS, new_token.v,
+                              new_token.v_scales, v);
+    }
+  }
+#pragma unroll 1
+  for (int h = WARPS - 1 - warp; h < 8; h += WARPS) {  // last the warps that store
+    float v[D / 32] = {};
+    if (h < RATIO) {
+      load_head(v, mine + (kv * RATIO + h) * D);
+      turn_head(v, q_factors, q_norm, eps);
+    }
 #pragma unroll
     for (int i = 0; i < D / 32; i++)
-      q_shared[warp][i / 2 * 64 + 2 * lane + i % 2] = v[i] * scale;
-    size_t row = writes ? pages.row(length - 1) : 0;
-    if (writes && warp == 0) {
-      turn_head(n, k_factors, k_norm, eps);
-      store_head<K_FORMAT, D>(k_codes + row * K_ROW, k_scales + row * GROUPS, new_k, new_k_scales, n);
-    } else if (writes) {
-      store_head<V_FORMAT, D>(v_codes + row * V_ROW, v_scales + row * GROUPS, new_v, new_v_scales, n);
-    }
+      q_shared[h][i / 2 * 64 + 2 * lane + i % 2] = v[i] * (scale * LOG2_E);
   }
-  if (tid < 8) top[tid] = -INFINITE, total[tid] = 0.f;
   __syncthreads();
   STAMP(4);
-  uint4 q[GROUPS][2];
-#pragma unroll
-  for (int i = 0; i < GROUPS; i++) {
-    const float* x = &q_shared[g][i * 32 + t * 8];
-    float e[8];
-#pragma unroll
-    for (int k = 0; k < 8; k++) e[k] = x[k];
-#pragma unroll
-    for (int step = 0; step < 2; step++) {
-      // Elements in the order in which a word of codes gives them out.
-      constexpr bool PACKED = K_FORMAT != KV_BF16;
-      int a = PACKED ? 2 * step : 4 * step, b = PACKED ? a + 1 : a + 2, far = PACKED ? 4 : 1;
-      uint2 first = head_and_rest<K_FORMAT>(e[a], e[a + far]);
-      uint2 second = head_and_rest<K_FORMAT>(e[b], e[b + far]);
-      q[i][step] = make_uint4(first.x, first.y, second.x, second.y);
-    }
-  }
+  uint4 q[D / 16];
+  load_query(q, q_shared);
 
-  float mixed[DIM_TILES][4] = {};
+  float mixed[D / 16][4] = {};
+  float highest = -INFINITE, weight = 0.f;  // of head g; the weight is this lane's share
 #pragma unroll 1
-  for (int first = begin; first < end; first += SPAN) {
-    if (newest && length - first <= SPAN)
-      take_new_token(tile, length - 1 - first, new_k, new_k_scales, new_v, new_v_scales);
-    float2 s = scores(tile, q);
-    int token = warp * 8 + 2 * t;
-    weights[g][token] = first + token < end ? s.x : -INFINITE;
-    weights[g][token + 1] = first + token + 1 < end ? s.y : -INFINITE;
-#pragma unroll
-    for (int i = 0; i < V_EACH; i++) {
-      int at = tid + i * THREADS;
-      bool there = first + at / V_PARTS < end;
-      if (at < SPAN * V_PARTS)
-        *reinterpret_cast<uint4*>(values + at / V_PARTS * V_STRIDE + at % V_PARTS * 16) =
-            there ? tile.v[i] : make_uint4(0, 0, 0, 0);
+  for (int stage = 0; first < end; first += STRIDE) {
+    async_wait<STAGES - 2>();
+    __syncwarp();
+    {
+      int ahead = first + (STAGES - 1) * STRIDE, next = page_of(ahead + STRIDE);
+      int place = stage ? stage - 1 : STAGES - 1;
+      if (ahead < older) fetch_chunk(ring + place * STAGE_BYTES, pages, ahead, older, page);
+      async_commit();
+      page = next;
     }
-    if (KV<V_FORMAT>::SCALED && tid < SPAN)
-      *reinterpret_cast<uint2*>(value_scales[tid]) =
-          first + tid < end ? tile.v_scales : make_uint2(0, 0);
-    if (first + SPAN < end) load_tile(tile, pages, first + SPAN, first + SPAN, end);
-    __syncthreads();
-    if (warp < RATIO) {
-      float a = weights[warp][lane], b = weights[warp][lane + 32];
-      float before = top[warp], now = fmaxf(before, warp_max(fmaxf(a, b)));
-      a = __expf(a - now), b = __expf(b - now);
-      float sum = warp_sum(a + b);
-      weights[warp][lane] = a, weights[warp][lane + 32] = b;
-      if (lane == 0) {
-        shrink[warp] = __expf(before - now);
-        total[warp] = total[warp] * shrink[warp] + sum;
-        top[warp] = now;
+    u8* here = ring + stage * STAGE_BYTES;
+    if (newest && first + CHUNK >= end) {
+      take_new_token(here, end - 1 - first, new_token);
+      __syncwarp();
+    }
+    float p[4];
+#pragma unroll
+    for (int block = 0; block < 2; block++) {
+      float2 s = scores(here, block, q);
+      int token = first + block * 8 + 2 * t;
+      p[2 * block] = token < end ? s.x : -INFINITE;
+      p[2 * block + 1] = token + 1 < end ? s.y : -INFINITE;
+    }
+    float best = fmaxf(fmaxf(p[0], p[1]), fmaxf(p[2], p[3]));
+    best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, 1));
+    best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, 2));
+    if (__any_sync(ALL_LANES, best > highest)) {
+      best = fmaxf(best, highest);
+      float shrink = power_of_two(highest - best);
+      float even = __shfl_sync(ALL_LANES, shrink, t * 8), odd = __shfl_sync(ALL_LANES, shrink, t * 8 + 4);
+#pragma unroll
+      for (int i = 0; i < D / 16; i++) {
+        mixed[i][0] *= even, mixed[i][1] *= odd, mixed[i][2] *= even, mixed[i][3] *= odd;
       }
-    } else {
-      weights[warp][lane] = 0.f, weights[warp][lane + 32] = 0.f;
-      if (lane == 0) shrink[warp] = 0.f;
+      weight *= shrink;
+      highest = best;
     }
-    __syncthreads();
 #pragma unroll
-    for (int j = 0; j < DIM_TILES; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) mixed[j][i] *= shrink[g];
-    mix(mixed, weights, values, value_scales);
-    __syncthreads();
+    for (int k = 0; k < 4; k++) p[k] = power_of_two(p[k] - highest), weight += p[k];
+    if (first + CHUNK > end) {  // values behind the end are whatever lay there
+      for (int r = end - first; r < CHUNK; r++) {
+        for (int i = lane; i < V_ROW / 4; i += 32)
+          reinterpret_cast<u32*>(here + V_AT + r * V_STRIDE)[i] = 0;
+        if (V_SCALED && lane < GROUPS)
+          reinterpret_cast<__half*>(here + V_SCALES_AT + r * SCALE_ROW)[lane] = __float2half_rn(0.f);
+      }
+      __syncwarp();
+    }
+    mix(mixed, here, p);
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
-
-#pragma unroll
-  for (int j = 0; j < DIM_TILES; j++)
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-      sums[g][(warp * 8 + 2 * t + i) * DIM_TILES + j] = (mixed[j][i] + mixed[j][i + 2]) * V_UNDO;
+  async_wait<0>();
   STAMP(5);
-  cluster_sync();
+
+  // The warps of the block: each leaves its sums where its ring was.
+  weight += __shfl_xor_sync(ALL_LANES, weight, 1);
+  weight += __shfl_xor_sync(ALL_LANES, weight, 2);
+  if (t == 0) warp_top[warp][g] = highest, warp_total[warp][g] = weight;
+  __syncwarp();
+  float* result = reinterpret_cast<float*>(ring);
+#pragma unroll
+  for (int i = 0; i < D / 16; i++)
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      result[(2 * t + k % 2) * RESULT_STRIDE + mixed_element(i, g + k / 2 * 8)] = mixed[i][k] * V_UNDO;
+  __syncthreads();
+  int busy = min((end - begin + CHUNK - 1) / CHUNK, WARPS);
+#pragma unroll 1
+  for (int h = warp; h < RATIO; h += WARPS) {
+    float own = lane < busy ? warp_top[lane][h] : -INFINITE, best = warp_max(own);
+    float factor = lane < busy ? power_of_two(own - best) : 0.f;
+    float all = warp_sum(lane < busy ? factor * warp_total[lane][h] : 0.f);
+    float sum[D / 32] = {};
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+      if (w < busy) {
+        float f = __shfl_sync(ALL_LANES, factor, w);
+        const float* from = reinterpret_cast<const float*>(shared + w * STAGES * STAGE_BYTES);
+#pragma unroll
+        for (int i = 0; i < D / 32; i++) sum[i] += f * from[h * RESULT_STRIDE + i * 32 + lane];
+      }
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) sums[h][i * 32 + lane] = sum[i];
+    if (lane == 0) top[h] = best, total[h] = all;
+  }
+  cluster_arrive();
+  cluster_wait();
   STAMP(6);
   constexpr int SHARE = (RATIO * D + CLUSTER - 1) / CLUSTER, EACH = (SHARE + THREADS - 1) / THREADS;
   int rank = cluster_rank();
-  float sum[EACH], highest[EACH], weight[EACH];
+  float sum[EACH], peak[EACH], share[EACH];
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     int at = rank * SHARE + min(tid + i * THREADS, SHARE - 1), h = at / D;
     float tops[CLUSTER];
-    highest[i] = -INFINITE, sum[i] = 0.f, weight[i] = 0.f;
+    peak[i] = -INFINITE, sum[i] = 0.f, share[i] = 0.f;
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) tops[r] = peer_float(top + h, r);
 #pragma unroll
-    for (int r = 0; r < CLUSTER; r++) highest[i] = fmaxf(highest[i], tops[r]);
+    for (int r = 0; r < CLUSTER; r++) peak[i] = fmaxf(peak[i], tops[r]);
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) {
-      float factor = __expf(tops[r] - highest[i]);
+      float factor = power_of_two(tops[r] - peak[i]);
       sum[i] += factor * peer_float(&sums[0][0] + at, r);
-      weight[i] += factor * peer_float(total + h, r);
+      share[i] += factor * peer_float(total + h, r);
     }
   }
-  cluster_sync();  // nobody leaves while others read its memory
-  float* result = out + (static_cast<size_t>(seq) * HEADS + kv * RATIO) * D;
+  cluster_arrive();  // nobody leaves while others read its memory
+  float* results = out + (static_cast<size_t>(seq) * HEADS + kv * RATIO) * D;
   float* own = partial +
                (static_cast<size_t>(seq) * KV_HEADS + kv) * (splits / CLUSTER) * 3 * RATIO * D;
 #pragma unroll
@@ -434,13 +504,14 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     int at = rank * SHARE + tid + i * THREADS;
     if (tid + i * THREADS < SHARE) {
       if (clusters == 1) {
-        result[at] = sum[i] / weight[i];
+        results[at] = sum[i] / share[i];
       } else {
         float* place = own + cluster * 3 * RATIO * D + at;
-        place[0] = sum[i], place[RATIO * D] = highest[i], place[2 * RATIO * D] = weight[i];
+        place[0] = sum[i], place[RATIO * D] = peak[i], place[2 * RATIO * D] = share[i];
       }
     }
   }
+  cluster_wait();
   if (clusters == 1) {
     STAMP(7);
     return;
@@ -469,11 +540,11 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
 #pragma unroll 8
       for (int c = 0; c < clusters; c++) {
         const float* place = own + c * 3 * RATIO * D + at;
-        float factor = __expf(__ldcg(place + RATIO * D) - whole);
+        float factor = power_of_two(__ldcg(place + RATIO * D) - whole);
         total_sum += factor * __ldcg(place);
         total_weight += factor * __ldcg(place + 2 * RATIO * D);
       }
-      result[at] = total_sum / total_weight;
+      results[at] = total_sum / total_weight;
     }
   }
   STAMP(7);

@@ -215,7 +215,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
       }
   }
 #pragma unroll 1
-  for (int j = UNROLLED ? tiles - 1 : 0; j < tiles; j++) {
+  for (int j = UNROLLED ? max(tiles - 1, 0) : 0; j < tiles; j++) {
     int batch = j % BATCH;
     if (!UNROLLED) {
       float4 sums[SETS] = {};

@@ -23,13 +23,26 @@ __device__ __forceinline__ void fp4_pairs(u32 v, u32 (&pairs)[4]) {
   pairs[3] = (v & 0x80008000u) | ((v >> 3) & 0x0E000E00u);
 }
 
-// E2M1 code of a float, round to nearest even, saturating at 6.
-__device__ __forceinline__ u32 encode_e2m1(float v) {
-  float a = fabsf(v);
-  u32 code = a <= 0.25f ? 0 : a < 0.75f ? 1 : a <= 1.25f ? 2 : a < 1.75f ? 3
-           : a <= 2.5f ? 4 : a < 3.5f ? 5 : a <= 5.f ? 6 : 7;
-  return code | (__float_as_uint(v) >> 31) << 3;
+// The E2M1 number that a float rounds to, to nearest even, saturating at 6; and its code.
+__device__ __forceinline__ float round_e2m1(float v) {
+  float a = fminf(fabsf(v), 6.f);
+  // Adding 1.5 * 2^23 steps rounds to a step: half the power of two below, at least 0.5.
+  float power = fmaxf(__uint_as_float(__float_as_uint(a) & 0x7f800000u), 1.f);
+  float steps = power * 0x1.8p22f;
+  return copysignf(__fsub_rn(__fadd_rn(a, steps), steps), v);
 }
+__device__ __forceinline__ u32 e2m1_code(float v) {  // of a value of E2M1
+  u32 b = __float_as_uint(v * 0x1p-126f);
+  return (b & 0x7fffffffu) >> 22 | b >> 31 << 3;
+}
+// v / scale, correctly rounded where it is no subnormal number (a zero loses its sign); inverse: of the scale, within 1 ulp.
+__device__ __forceinline__ float divide(float v, float scale, float inverse) {
+  float q = __fmul_rn(v, inverse);
+  return __fmaf_rn(__fmaf_rn(-q, scale, v), inverse, q);
+}
+
+// E2M1 code of a float.
+__device__ __forceinline__ u32 encode_e2m1(float v) { return e2m1_code(round_e2m1(v)); }
 __device__ __forceinline__ float e2m1_value(u32 code) {
   u32 half_bits = (code & 8u) << 12 | (code & 7u) << 9;
   return floats(half_bits).x * 16384.f;
@@ -68,16 +81,14 @@ __device__ __forceinline__ void store_head(void* codes, __half* scales, void* ne
       float best_loss = 0.f;
 #pragma unroll
       for (int top = 6; top >= 4; top -= 2) {
-        __half stored = __float2half_rn(__fdiv_rn(amax, static_cast<float>(top)));
-        float scale = __half2float(stored);
-        float x = scale > 0.f ? __fdiv_rn(lo, scale) : 0.f;
-        float y = scale > 0.f ? __fdiv_rn(hi, scale) : 0.f;
-        u32 a = encode_e2m1(x), b = encode_e2m1(y);
-        float ea = __fsub_rn(__fmul_rn(e2m1_value(a), scale), lo);
-        float eb = __fsub_rn(__fmul_rn(e2m1_value(b), scale), hi);
+        __half stored = __float2half_rn(divide(amax, static_cast<float>(top), 1.f / top));
+        float scale = __half2float(stored), inverse = __frcp_rn(scale);
+        float x = scale > 0.f ? copysignf(round_e2m1(divide(lo, scale, inverse)), lo) : 0.f;
+        float y = scale > 0.f ? copysignf(round_e2m1(divide(hi, scale, inverse)), hi) : 0.f;
+        float ea = __fsub_rn(__fmul_rn(x, scale), lo), eb = __fsub_rn(__fmul_rn(y, scale), hi);
         float loss = group_sum(__fadd_rn(__fmul_rn(ea, ea), __fmul_rn(eb, eb)), LANES);
         if (top == 6 || loss < best_loss)
-          best_codes = a | b << 4, best_scale = stored, best_loss = loss;
+          best_codes = e2m1_code(x) | e2m1_code(y) << 4, best_scale = stored, best_loss = loss;
       }
       reinterpret_cast<u8*>(codes)[at] = static_cast<u8>(best_codes);
       reinterpret_cast<u8*>(near_codes)[at] = static_cast<u8>(best_codes);

@@ -77,6 +77,45 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], const uint4& a, u32 b0, 
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
+// 16 bytes (or 8, or 4) into shared memory in the background; groups of copies end in order.
+// async_wait<N>: until at most N of this thread's groups are on their way.
+template <int BYTES>
+__device__ __forceinline__ void async_copy(void* to, const void* from) {
+  u32 address = static_cast<u32>(__cvta_generic_to_shared(to));
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(BYTES)
+                 : "memory");
+}
+__device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+// Four matrices of 8 rows of 16 bytes in shared memory, the rows of matrix i at the addresses of
+// lanes 8 i and on. Lane 4 g + t gets of each matrix bytes 4 t to 4 t + 3 of row g; or, transposed,
+// the g-th 16 bits of rows 2 t (low) and 2 t + 1.
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], const void* row) {
+  u32 address = static_cast<u32>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], const void* row) {
+  u32 address = static_cast<u32>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+// 2^v, within 2 ulp; 0 for -infinity.
+__device__ __forceinline__ float power_of_two(float v) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(v));
+  return result;
+}
 // Thread-block clusters (sm_90 and later): CLUSTER blocks that read each other's shared memory.
 #ifndef CLUSTER
 #define CLUSTER 1
@@ -87,9 +126,11 @@ __device__ __forceinline__ int cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return static_cast<int>(rank);
 }
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // The float that lies at `own`, an address in this block's shared memory, in block `rank`'s.
 __device__ __forceinline__ float peer_float(const float* own, int rank) {
@@ -101,7 +142,8 @@ __device__ __forceinline__ float peer_float(const float* own, int rank) {
 }
 #else
 __device__ __forceinline__ int cluster_rank() { return 0; }
-__device__ __forceinline__ void cluster_sync() { __syncthreads(); }
+__device__ __forceinline__ void cluster_arrive() { __syncthreads(); }
+__device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ float peer_float(const float* own, int) { return *own; }
 #endif
 #if BULK
@@ -144,7 +186,8 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes,
 #else
 #define CLUSTER 1
 inline int cluster_rank() { return 0; }
-inline void cluster_sync() { __syncthreads(); }
+inline void cluster_arrive() { __syncthreads(); }
+inline void cluster_wait() {}
 inline float peer_float(const float* own, int) { return *own; }
 #define SHARED_MEMORY(name) unsigned char* name = reinterpret_cast<unsigned char*>(cpu::block->smem.data())
 inline void prefetch(const void*) {}
@@ -153,6 +196,37 @@ inline uint4 load_stream(const void* p) {
   memcpy(&v, p, 16);
   return v;
 }
+template <int BYTES>
+inline void async_copy(void* to, const void* from) {
+  cpu::async_copy(to, from, BYTES);
+}
+inline void async_commit() { cpu::current->async_groups++; }
+template <int N>
+inline void async_wait() {
+  cpu::async_wait(N);
+}
+inline void load_matrices(u32 (&r)[4], const void* row) {
+  auto words = cpu::warp_op(~0u, row, [](auto of, int lane) {
+    std::array<u32, 4> out;
+    for (int i = 0; i < 4; i++)
+      memcpy(&out[i], static_cast<const u8*>(of(8 * i + lane / 4)) + lane % 4 * 4, 4);
+    return out;
+  });
+  for (int i = 0; i < 4; i++) r[i] = words[i];
+}
+inline void load_matrices_transposed(u32 (&r)[4], const void* row) {
+  auto words = cpu::warp_op(~0u, row, [](auto of, int lane) {
+    std::array<u32, 4> out;
+    for (int i = 0; i < 8; i++) {
+      unsigned short half;
+      memcpy(&half, static_cast<const u8*>(of(i / 2 * 8 + lane % 4 * 2 + i % 2)) + lane / 4 * 2, 2);
+      out[i / 2] = i % 2 ? out[i / 2] | static_cast<u32>(half) << 16 : half;
+    }
+    return out;
+  });
+  for (int i = 0; i < 4; i++) r[i] = words[i];
+}
+inline float power_of_two(float v) { return exp2f(v); }
 template <class Decode>  // decode(word, high): one of the two 16-bit numbers of a word
 inline void mma_cpu(float (&c)[4], const uint4& a, u32 b0, u32 b1, Decode decode) {
   struct Operands {

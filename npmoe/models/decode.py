@@ -15,7 +15,7 @@ from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, ROWS
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models.specs import ExpertSpec, ModelSpec
-from npmoe.models.stream import Stream
+from npmoe.models.stream import AttentionSplit, Stream
 from npmoe.ops.experts import PLAIN
 from npmoe.ops.quantize import KVPages
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
@@ -78,7 +78,9 @@ class DecodeStep:
         self.seq_lens = xp.zeros(seqs, xp.int32)
         self.history = xp.zeros((seqs, history), xp.int32)
         heads = seqs * a.num_kv_heads
-        splits = self.tuning.splits or CLUSTER * max(1, self.blocks // (CLUSTER * heads))
+        # By the model alone, so that results do not depend on who else is in the batch.
+        clusters = max(1, self.blocks // (CLUSTER * a.num_kv_heads))
+        splits = self.tuning.splits or CLUSTER * clusters
         self.splits = min(splits, 32 * CLUSTER)
         self.partial = xp.zeros(3 * seqs * a.num_heads * a.head_dim * self.splits, xp.float32)
         self.arrived = xp.zeros(heads * CLUSTER, xp.uint32)
@@ -175,6 +177,7 @@ class DecodeStep:
     def _attention(self, i: int, w: dict[str, Any]) -> None:
         a = self.spec.layers[i].attention
         k, v = self.cache[i]
+        split = AttentionSplit.fit(a.head_dim, k.format, v.format, self.shared_bytes)
         macros = {
             "HEADS": a.num_heads,
             "KV_HEADS": a.num_kv_heads,
@@ -183,11 +186,12 @@ class DecodeStep:
             "CLUSTER": CLUSTER if self.bulk else 1,
             "K_FORMAT": KV_CODES[k.format],
             "V_FORMAT": KV_CODES[v.format],
+            **split.macros(),
         }
         launch(
             kernel("attention", "attention", **macros),
             (self.splits, a.num_kv_heads, self.seqs),
-            256,
+            32 * split.warps,
             self.attended,
             self.projected,
             w["q_norm"],
@@ -204,6 +208,7 @@ class DecodeStep:
             self.block_table.shape[1],
             self.spec.eps,
             a.scale,
+            shared=split.shared,
         )
 
     def _experts(self, w: dict[str, Any], mlp: ExpertSpec) -> None:

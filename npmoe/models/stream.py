@@ -86,3 +86,40 @@ class Stream:
             "BULK": int(self.bulk),
             "WARPS": self.warps,
         }
+
+
+CHUNK_TOKENS = 16
+ATTENTION_BYTES = 112_000
+ATTENTION_STATIC_BYTES = 12_000
+"""Tokens that a warp of attention takes at a time; shared memory of two blocks; of fixed arrays."""
+
+
+@dataclass(frozen=True)
+class AttentionSplit:
+    """How attention shares a context between warps: the macros of cuda_src/attention.cu.
+
+    warps: of a block. stages: chunks of 16 tokens in a warp's ring. shared: dynamic shared memory of
+    a block in bytes. least: tokens that a block takes at least.
+    """
+
+    warps: int
+    stages: int
+    shared: int
+    least: int
+
+    @classmethod
+    def fit(cls, head_dim: int, key: str, value: str, shared_bytes: int) -> "AttentionSplit":
+        """For heads of this size and formats, on a GPU whose blocks can have `shared_bytes`."""
+        stage = 0
+        for name in (key, value):
+            stage += CHUNK_TOKENS * (head_dim // 2 + head_dim // 16 if name == "fp4" else 2 * head_dim)
+            stage += CHUNK_TOKENS * 16  # rows on different banks
+        room = min(ATTENTION_BYTES, shared_bytes - ATTENTION_STATIC_BYTES)
+        warps, stages = next(
+            (w, s) for w in (8, 4, 2) for s in (3, 2) if w * s * stage <= room or (w, s) == (2, 2)
+        )
+        return cls(warps, stages, warps * stages * stage, 2 * warps * CHUNK_TOKENS)
+
+    def macros(self) -> dict[str, int]:
+        """What the kernel must know of this."""
+        return {"WARPS": self.warps, "STAGES": self.stages, "LEAST": self.least}

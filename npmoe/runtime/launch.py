@@ -47,6 +47,8 @@ def launch(
     Python ints become int32, floats float32, arrays pointers, None a null pointer.
     """
     driver = _driver()
+    # All kernels with the same carve-out: a multiprocessor must be empty before it can change it.
+    kernel.preferred_shared_memory_carveout = 100
     if shared > PLAIN_SHARED_BYTES and kernel.max_dynamic_shared_size_bytes < shared:
         kernel.max_dynamic_shared_size_bytes = shared
     config = driver.CUlaunchConfig()

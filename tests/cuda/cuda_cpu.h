@@ -8,7 +8,8 @@
 // so a result that depends on the seed shows a race. Shared memory is filled with POISON (a NaN in
 // every float format) before each block, and the bytes behind dynamic shared memory are checked after it.
 // Bulk copies into shared memory land at once with seed 0, when nothing else can run with 1, and else
-// when a thread waits for them.
+// when a thread waits for them; asynchronous copies of a thread land at once with seed 0, else when
+// it waits for them.
 // Reported as an error text: a deadlock, lanes that meet in different warp operations, threads that
 // meet at different barriers, a write past dynamic shared memory, a bulk copy that is misaligned or
 // never waited for, arguments of the wrong type.
@@ -95,6 +96,13 @@ struct BulkCopy {
   Mbarrier* barrier;
 };
 
+struct AsyncCopy {
+  void* to;
+  const void* from;
+  unsigned bytes;
+  int group;
+};
+
 struct Fiber {
   void* stack_pointer = nullptr;
   uint3 thread{};
@@ -106,6 +114,9 @@ struct Fiber {
   void* call = nullptr;
   void (*finish)(void*) = nullptr;
   Mbarrier* awaits = nullptr;
+  // Copies into shared memory of this thread that are on their way, and groups committed so far.
+  std::vector<AsyncCopy> async;
+  int async_groups = 0;
 };
 
 struct Block {
@@ -266,6 +277,27 @@ inline void bulk_copy(void* to, const void* from, unsigned bytes, Mbarrier* m) {
   memset(to, POISON, bytes);
   block->copies.push_back({to, from, bytes, m});
   if (block->seed == 0) land(m);
+}
+
+inline void async_copy(void* to, const void* from, unsigned bytes) {
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % bytes)
+    fail("an asynchronous copy that is not aligned to its size");
+  if (block->seed == 0) {
+    memcpy(to, from, bytes);
+    return;
+  }
+  memset(to, POISON, bytes);
+  current->async.push_back({to, from, bytes, current->async_groups});
+}
+
+inline void async_wait(int at_most) {
+  std::vector<AsyncCopy>& all = current->async;
+  size_t kept = 0;
+  for (const AsyncCopy& c : all) {
+    if (c.group + at_most >= current->async_groups) all[kept++] = c;
+    else memcpy(c.to, c.from, c.bytes);
+  }
+  all.resize(kept);
 }
 
 inline void fiber_main() {
@@ -476,4 +508,6 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.f / a; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }

@@ -7,6 +7,7 @@ import pytest
 
 from npmoe.config import RopeConfig
 from npmoe.models.decode import KV_CODES
+from npmoe.models.stream import AttentionSplit
 from npmoe.ops.attention import paged_attention_ref
 from npmoe.ops.norm import rms_norm_ref
 from npmoe.ops.quantize import KVPages, read_kv_pages, write_kv_pages
@@ -40,6 +41,7 @@ SPECIALISATIONS = (
 )
 LENGTHS = [  # splits, length of each sequence with its new token
     (1, (1, 65)),  # no combining
+    (2, (700, 1555)),  # a warp's ring goes round
     (4, (63, 128, 129, 257, 300)),
     (32, (2, 640, 2048)),  # the last one fills all splits
 ]
@@ -100,10 +102,12 @@ def make_step(h: Heads, splits: int, lengths: tuple[int, ...], plain: bool) -> S
 def run_attention(h: Heads, step: Step) -> tuple[np.ndarray, KVPages, KVPages]:
     """out `[S, heads, D]`, and the pages afterwards."""
     seqs = len(step.lengths)
+    split = AttentionSplit.fit(h.dim, h.k_format, h.v_format, 100_000)
     attention = kernel(
         *("attention", "attention"),
         **{"HEADS": h.heads, "KV_HEADS": h.kv_heads, "HEAD_DIM": h.dim, "PAGE": h.page},
         **{"K_FORMAT": KV_CODES[h.k_format], "V_FORMAT": KV_CODES[h.v_format]},
+        **split.macros() | {"LEAST": 16},
     )
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray, ...]:
@@ -113,11 +117,12 @@ def run_attention(h: Heads, step: Step) -> tuple[np.ndarray, KVPages, KVPages]:
         k, v = ([memory.writable(a) for a in p.arrays()] for p in (step.k_pages, step.v_pages))
         norms = (None, None) if step.norms is None else map(memory.read_only, step.norms)
         launch(
-            *(attention, (step.splits, h.kv_heads, seqs), 256, out),
+            *(attention, (step.splits, h.kv_heads, seqs), 32 * split.warps, out),
             *(memory.read_only(step.projected), *norms, memory.read_only(step.cos_sin)),
             *(*k, *[None] * (2 - len(k)), *v, *[None] * (2 - len(v))),
             *(memory.read_only(step.table), memory.read_only(step.lengths), partial, arrived),
             *(step.table.shape[1], EPS, h.dim**-0.5),
+            shared=split.shared,
             seed=seed,
         )
         assert (arrived == 0).all()

@@ -17,6 +17,7 @@ from tests.helpers import relative_error
 
 SPECIALISATIONS = [  # format, K, TOKENS, row tiles a block at most, chunks in the ring
     ("fp4", 640, 3, 3, 2),
+    ("fp4", 512, 1, 4, 8),  # all of a block in shared memory
     pytest.param("bf16", 1152, 8, 2, 0, marks=pytest.mark.sanitize),
 ]
 LAUNCHES = [  # tokens at most, rows, blocks, bias
@@ -24,6 +25,11 @@ LAUNCHES = [  # tokens at most, rows, blocks, bias
     (1, 48, 1, True),
     (7, 16, 2, False),  # more blocks than row tiles
 ]
+
+
+def test_blocks_without_tiles_write_nothing() -> None:
+    """More blocks than row tiles, one tile a block, everything in shared memory."""
+    test_output("fp4", 512, 1, 1, 8, tokens=1, rows=32, blocks=4, biased=False)
 
 
 @pytest.mark.parametrize(("tokens", "rows", "blocks", "biased"), LAUNCHES)
