@@ -13,7 +13,8 @@
 //   arrived   u32 [seqs][KV_HEADS][CLUSTER], zero; left zero     scratch
 //   max_pages int32; eps, scale float32
 // Grid: (splits, KV_HEADS, seqs) blocks of 32 WARPS threads, splits a multiple of CLUSTER and at most
-// 32 CLUSTER. A split takes the next ceil(len / splits) tokens, LEAST or more, rounded up to CHUNK; its
+// 32 CLUSTER. A split takes the next ceil(len / splits) tokens, rounded up to CHUNK, at least LEAST (or
+// twice that, where one cluster would not do); its
 // warps take turns at chunks of CHUNK tokens, each on its own: a ring of STAGES chunks in shared memory
 // filled by asynchronous copies, a running maximum, sums in registers. Then the warps of a block are
 // combined through shared memory, the CLUSTER splits of a cluster too, each block for its share of
@@ -319,7 +320,8 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
 
   // Lengths, tables and older tokens do not depend on the kernel before: fetch them early.
   int length = __ldcg(seq_lens + seq);
-  int each = max(((length + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK, LEAST);
+  int least = length > CLUSTER * LEAST ? 2 * LEAST : LEAST;  // a second cluster costs a microsecond
+  int each = max(((length + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK, least);
   int active = (length + each - 1) / each;
   int clusters = (active + CLUSTER - 1) / CLUSTER, cluster = blockIdx.x / CLUSTER;
   int begin = min(static_cast<int>(blockIdx.x) * each, length), end = min(begin + each, length);
@@ -347,8 +349,8 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   const float2* turn = cos_sin + static_cast<size_t>(length - 1) * (D / 2);
   const HeadFactors q_factors(q_norm, turn), k_factors(k_norm, turn);
   STAMP(1);
+  launch_next();  // output reads nothing but weights before its own wait
   grid_wait();
-  launch_next();
   STAMP(3);
   if (cluster >= clusters) {
     STAMP(7);
@@ -356,18 +358,23 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   }
 
   const float* mine = projected + static_cast<size_t>(seq) * (HEADS + 2 * KV_HEADS) * D;
-  if (newest && warp < 2) {  // this split owns the new token: its key and its value
+  constexpr int HALVES = D / 64;  // a warp stores 64 elements
+#pragma unroll 1
+  for (int task = warp; newest && task < 2 * HALVES; task += WARPS) {  // the new key and value
+    bool key = task < HALVES;
+    int half = task % HALVES;
     float v[D / 32];
-    load_head(v, mine + (HEADS + warp * KV_HEADS + kv) * D);
+    load_head(v, mine + (HEADS + (key ? 0 : KV_HEADS) + kv) * D);
     size_t row = pages.row(__ldg(pages.table + (length - 1) / PAGE), length - 1);
-    if (warp == 0) {
-      turn_head(v, k_factors, k_norm, eps);
-      store_head<K_FORMAT, D>(k_codes + row * K_ROW, k_scales + row * GROUPS, new_token.k,
-                              new_token.k_scales, v);
-    } else {
-      store_head<V_FORMAT, D>(v_codes + row * V_ROW, v_scales + row * GROUPS, new_token.v,
-                              new_token.v_scales, v);
-    }
+    if (key) turn_head(v, k_factors, k_norm, eps);
+    float a = v[0], b = v[1];
+    if (half) a = v[D / 32 - 2], b = v[D / 32 - 1];
+    if (key)
+      store_half<K_FORMAT>(k_codes + row * K_ROW, k_scales + row * GROUPS, new_token.k,
+                           new_token.k_scales, half, a, b);
+    else
+      store_half<V_FORMAT>(v_codes + row * V_ROW, v_scales + row * GROUPS, new_token.v,
+                           new_token.v_scales, half, a, b);
   }
 #pragma unroll 1
   for (int h = WARPS - 1 - warp; h < 8; h += WARPS) {  // last the warps that store

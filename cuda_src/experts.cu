@@ -10,7 +10,7 @@
 //   down     u8 records [EXPERTS][HIDDEN / 16][WIDTH / 128]     in
 //   router_logits float32 [tokens][EXPERTS]         in
 //   norm     float32 [HIDDEN]                       in
-// Grid: (any, tokens) blocks of 32 WARPS threads; block (b, token) takes row tiles b, b + gridDim.x, ...
+// Grid: (any, tokens) blocks of BLOCK_THREADS threads; block (b, token) takes row tiles b, b + gridDim.x, ...
 // Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K, RENORMALIZE; BULK, PARTS,
 // STAGES, BATCH, WARPS: see gemv.cuh. TOP_K 1..32 and at most EXPERTS; RENORMALIZE 0 or 1.
 // Alignment: 16 bytes everywhere.
@@ -39,9 +39,9 @@ gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* route
   auto choose = [&] {
     choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
   };
-  stream_tiles<SLICES, PARTS, 1, false, true>(
+  stream_tiles<SLICES, PARTS, 1, false, false, true>(
       shared, own_tiles(TOP_K * EXPERT_TILES), x + static_cast<size_t>(token) * HIDDEN, 1, norm,
-      choose,
+      choose, [] {},
       [&](int j, int part) {
         int at = blockIdx.x + j * gridDim.x;
         size_t tile = static_cast<size_t>(chosen.id[at / EXPERT_TILES]) * EXPERT_TILES;
@@ -69,12 +69,11 @@ down(float* residual, const u8* __restrict__ w, const float* router_logits, cons
   auto choose = [&] {
     choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
   };
-  // No kernel that may still run writes the residual: `output` ended before gate_up began.
   float* rows = residual + static_cast<size_t>(token) * HIDDEN;
-  float before = row_ahead(rows, ROW_TILES);
-  stream_tiles<SLICES, TOP_K * PARTS, 1, true, false>(
+  float before = 0.f;
+  stream_tiles<SLICES, TOP_K * PARTS, 1, true, true, false>(
       shared, own_tiles(ROW_TILES), hidden + static_cast<size_t>(token) * TOP_K * WIDTH, 1, nullptr,
-      choose,
+      choose, [&] { before = row_ahead(rows, ROW_TILES); },
       [&](int j, int k) {
         size_t tile = static_cast<size_t>(chosen.id[k / PARTS]) * ROW_TILES + blockIdx.x +
                       j * gridDim.x;

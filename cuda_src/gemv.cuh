@@ -3,7 +3,7 @@
 //   y[token][row] = sum_k W[row][k] x[token][k]
 //
 // Layout of W and the products: weight_formats.cuh.
-// With BULK, one thread keeps a ring of STAGES chunks in shared memory full. A chunk is a run of
+// With BULK, weights pass through a ring of STAGES chunks in shared memory. A chunk is a run of
 // records that follow one another in memory: one of the PARTS of a row tile (of one expert, in the
 // experts' down projection).
 // Numerics: bf16 products; float32 sums over a group on the tensor core, then groups in order, then
@@ -26,7 +26,8 @@
 #if BATCH < 1 || STAGES < 1 || PARTS < 1 || WARPS < 1 || WARPS > 32 || (WARPS & (WARPS - 1))
 #error "BATCH, STAGES and PARTS are 1 or more, WARPS is a power of two up to 32"
 #endif
-constexpr int BLOCK_THREADS = 32 * WARPS;
+// Where the ring goes round, a warp of its own keeps it full.
+constexpr int PRODUCERS = BULK && !RESIDENT, THREADS = 32 * WARPS, BLOCK_THREADS = THREADS + 32 * PRODUCERS;
 constexpr int FINISHERS = WARPS < 4 ? WARPS : 4;  // lanes that add up one output
 
 // Streams a block's row tiles through its warps, which share the slices of K between them.
@@ -35,17 +36,20 @@ constexpr int FINISHERS = WARPS < 4 ? WARPS : 4;  // lanes that add up one outpu
 //   warp has a slice in every chunk (SLICES >= WARPS), else it could mistake one round of a barrier
 //   for the last but one; or the ring is RESIDENT.
 //   EARLY: fetch before grid_wait (the addresses depend on no kernel that may still run).
+//   HASTY: let the next kernel begin before this one's predecessor has ended: it reads nothing but
+//   weights before its own grid_wait.
 //   NORM: multiply x by `norm` [columns] and sum its squares.
 //   shared: dynamic shared memory; npmoe/models/stream.py computes its size.
 //   tiles: this block's number. chunk(j, k): chunk k of its j-th tile.
-//   ready(): called by the first warp before the first chunk() (to choose experts, say).
+//   waited(): called by every thread when the kernel before has ended.
+//   ready(): called by the warp that fetches before the first chunk() (to choose experts, say).
 //   done(j, row, token, sum, sum_squares, mine): called by whole warps; FINISHERS neighbouring lanes
 //   bring the same output, the first of them with `mine`; rows of a tile follow one another.
-template <int SLICES, int CHUNKS, int MAX_TOKENS, bool EARLY, bool NORM, class Ready, class ChunkAt,
-          class Done>
+template <int SLICES, int CHUNKS, int MAX_TOKENS, bool EARLY, bool HASTY, bool NORM, class Ready, class Waited,
+          class ChunkAt, class Done>
 __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, const float* x,
                                              int tokens, const float* norm, Ready ready,
-                                             ChunkAt chunk, Done done) {
+                                             Waited waited, ChunkAt chunk, Done done) {
   constexpr int ALL = SLICES * CHUNKS, SETS = (MAX_TOKENS + 3) / 4;
   constexpr int EACH = (ALL + WARPS - 1) / WARPS, AT_ONCE = EACH < 6 ? EACH : 4;
   constexpr bool HOLD = EACH == 1;  // a warp has one slice: its activations stay in registers
@@ -58,26 +62,17 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
   u64* full = reinterpret_cast<u64*>(ring + STAGES * CHUNK_BYTES);
   u64* empty = full + STAGES;
   shared = reinterpret_cast<unsigned char*>(empty + STAGES);
-  int fetched = min(STAGES, tiles * CHUNKS);
-  auto fetch = [&](int until) {  // chunks before `until`; each goes where one was STAGES before
-#pragma unroll 1
-    for (; fetched < min(until, tiles * CHUNKS); fetched++) {
-      int place = fetched % STAGES;
-      barrier_wait(empty + place, (fetched / STAGES - 1) & 1);
-      bulk_copy(ring + place * CHUNK_BYTES, chunk(fetched / CHUNKS, fetched % CHUNKS), CHUNK_BYTES,
-                full + place);
-    }
-  };
   if (warp == 0) {
     for (int i = lane; i < STAGES; i += 32) barrier_init(full + i, 1), barrier_init(empty + i, SLICES);
     barrier_init_done();
   }
 #endif
-  auto begin = [&] {  // the first warp only
+  constexpr int LEADER = PRODUCERS ? WARPS : 0;  // the warp that fetches
+  auto begin = [&] {
     ready();
     __syncwarp();
 #if BULK
-    for (int c = lane; c < fetched; c += 32)
+    for (int c = lane; c < min(STAGES, tiles * CHUNKS); c += 32)
       bulk_copy(ring + c * CHUNK_BYTES, chunk(c / CHUNKS, c % CHUNKS), CHUNK_BYTES, full + c);
 #endif
   };
@@ -86,16 +81,18 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
   uint4* staged = reinterpret_cast<uint4*>(shared);
   float* squares = reinterpret_cast<float*>(staged + ALL * SLICE_STEP);
   float* partial = squares + WARPS * MAX_TOKENS;  // [BATCH][WARPS][MAX_TOKENS][TILE]
-  if (EARLY && warp == 0) begin();
+  if (EARLY && !PRODUCERS && warp == 0) begin();
   if (NORM) {
 #pragma unroll
     for (int s = 0; s < EACH; s++)
       if (EARLY && warp + s * WARPS < ALL) prefetch(norm + (warp + s * WARPS) * SLICE + lane * 4);
   }
   __syncthreads();  // the ring's barriers are there
+  if (EARLY && PRODUCERS && warp == LEADER) begin();
   STAMP(1);
+  if (HASTY) launch_next();
   grid_wait();
-  launch_next();
+  if (!HASTY) launch_next();
   STAMP(3);
 
   // Staging: lane l brings columns 4 l to 4 l + 3 of a slice, which are one step of one group.
@@ -111,8 +108,24 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
       }
     }
   };
+  waited();
+#if BULK
+  if (PRODUCERS && warp == LEADER) {
+    if (!EARLY) begin();
+    __syncwarp();
+    if (lane == 0)
+#pragma unroll 1
+      for (int c = STAGES; c < tiles * CHUNKS; c++) {
+        int place = c % STAGES;
+        barrier_wait(empty + place, (c / STAGES - 1) & 1);
+        bulk_copy(ring + place * CHUNK_BYTES, chunk(c / CHUNKS, c % CHUNKS), CHUNK_BYTES,
+                  full + place);
+      }
+    return;
+  }
+#endif
   load(0, 0);  // ahead of weights, behind which it would queue
-  if (!EARLY && warp == 0) begin();
+  if (!EARLY && warp == LEADER) begin();
   int column = lane >> 2, t = lane & 3;  // of B; results are those of token t
   {
     int part = lane / 2 % 4, group = lane / 8 ^ part >> 1;
@@ -174,7 +187,6 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
     if (!HOLD) take(u);
 #if BULK
     int c = j * CHUNKS + u / SLICES, stage = RESIDENT ? c : c % STAGES;
-    if (!RESIDENT && threadIdx.x == 0) fetch(c + 1);
     barrier_wait(full + stage, RESIDENT ? 0 : c / STAGES & 1);
     multiply<SETS>(
         sums, ring + stage * CHUNK_BYTES + u % SLICES * RECORD_BYTES,
@@ -182,7 +194,6 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
     if (!RESIDENT) {
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + stage);
-      if (threadIdx.x == 0) fetch(c + STAGES);  // where the chunks before this one were
     }
 #else
     multiply<SETS>(
@@ -221,19 +232,15 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
       float4 sums[SETS] = {};
 #pragma unroll 1
       for (int u = warp; u < ALL; u += WARPS) product(sums, j, u);
-#if BULK
-      // What other warps still need of this tile.
-      if (!RESIDENT && threadIdx.x == 0) fetch((j + 1) * CHUNKS);
-#endif
       keep(sums, batch);
     }
     if (batch == BATCH - 1 || j == tiles - 1) {
       STAMP(5);
-      __syncthreads();
+      sync_threads(THREADS);
       STAMP(6);
       int share = lane % FINISHERS, outputs = (batch + 1) * MAX_TOKENS * TILE;
 #pragma unroll 1
-      for (int first = warp * 32 / FINISHERS; first < outputs; first += BLOCK_THREADS / FINISHERS) {
+      for (int first = warp * 32 / FINISHERS; first < outputs; first += THREADS / FINISHERS) {
         int i = min(first + lane / FINISHERS, outputs - 1);  // whole warps: they shuffle
         int which = i / (MAX_TOKENS * TILE), at = i % (MAX_TOKENS * TILE), token = at / TILE;
         float total = 0.f, square = 0.f;
@@ -249,7 +256,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
         }
         done(j - batch + which, at % TILE, token, total, square, share == 0 && token < tokens && first + lane / FINISHERS < outputs);
       }
-      if (j < tiles - 1) __syncthreads();  // `partial` is written again
+      if (j < tiles - 1) sync_threads(THREADS);  // `partial` is written again
     }
   }
   STAMP(7);
@@ -264,7 +271,7 @@ __device__ __forceinline__ int own_tiles(int all) {
 // With one token: the value of `column` (float32 [16 x row_tiles]) at the row for which this thread
 // will be asked to finish a tile of the first batch.
 __device__ __forceinline__ float row_ahead(const float* column, int row_tiles) {
-  static_assert(BATCH * TILE * FINISHERS <= BLOCK_THREADS, "a thread finishes one row of a batch");
+  static_assert(BATCH * TILE * FINISHERS <= THREADS, "a thread finishes one row of a batch");
   int at = threadIdx.x / FINISHERS, tile = blockIdx.x + at / TILE * gridDim.x;
   bool mine = at < BATCH * TILE && tile < row_tiles;
   return mine ? __ldcg(column + tile * TILE + at % TILE) : 0.f;

@@ -48,51 +48,48 @@ __device__ __forceinline__ float e2m1_value(u32 code) {
   return floats(half_bits).x * 16384.f;
 }
 
-// The sum, or the largest, over the lanes that share a group: `width` lanes in a row.
+// The largest over the lanes that share a group: `width` lanes in a row.
 __device__ __forceinline__ float group_max(float v, int width) {
   for (int o = width / 2; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, o));
   return v;
 }
-__device__ __forceinline__ float group_sum(float v, int width) {
-  for (int o = width / 2; o; o >>= 1) v = __fadd_rn(v, __shfl_xor_sync(ALL_LANES, v, o));
-  return v;
-}
 
-// Quantises one head of one token: a warp, lane l holding elements 2 l, 2 l + 1 and, for D = 128,
-// 64 + 2 l, 65 + 2 l (pairs v[0], v[1] and v[2], v[3]). codes, scales: the token's row in its page;
-// near_codes, near_scales: a second place for the same.
-template <int FORMAT, int D>
-__device__ __forceinline__ void store_head(void* codes, __half* scales, void* near_codes,
-                                           __half* near_scales, const float* v) {
-  int lane = threadIdx.x & 31;
+// Quantises 64 elements of a head, the half-th 64, by a warp: lane l holds elements 2 l (lo) and
+// 2 l + 1 (hi) of them. codes, scales: the token's row in its page; near_codes, near_scales: a second
+// place for the same.
+template <int FORMAT>
+__device__ __forceinline__ void store_half(void* codes, __half* scales, void* near_codes,
+                                           __half* near_scales, int half, float lo, float hi) {
+  int lane = threadIdx.x & 31, at = half * 32 + lane;  // index of the pair
+  if constexpr (FORMAT == KV_BF16) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
+    reinterpret_cast<__nv_bfloat162*>(codes)[at] = pair;
+    reinterpret_cast<__nv_bfloat162*>(near_codes)[at] = pair;
+  } else {
+    constexpr int LANES = KV_GROUP / 2;
+    float amax = group_max(fmaxf(fabsf(lo), fabsf(hi)), LANES);
+    float x[2], y[2], loss[2];
+    __half stored[2];
 #pragma unroll
-  for (int h = 0; h < D / 64; h++) {
-    float lo = v[2 * h], hi = v[2 * h + 1];
-    int at = h * 32 + lane;  // index of the pair
-    if constexpr (FORMAT == KV_BF16) {
-      __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
-      reinterpret_cast<__nv_bfloat162*>(codes)[at] = pair;
-      reinterpret_cast<__nv_bfloat162*>(near_codes)[at] = pair;
-    } else {
-      constexpr int LANES = KV_GROUP / 2;
-      float amax = group_max(fmaxf(fabsf(lo), fabsf(hi)), LANES);
-      u32 best_codes = 0;
-      __half best_scale = __float2half_rn(0.f);
-      float best_loss = 0.f;
-#pragma unroll
-      for (int top = 6; top >= 4; top -= 2) {
-        __half stored = __float2half_rn(divide(amax, static_cast<float>(top), 1.f / top));
-        float scale = __half2float(stored), inverse = __frcp_rn(scale);
-        float x = scale > 0.f ? copysignf(round_e2m1(divide(lo, scale, inverse)), lo) : 0.f;
-        float y = scale > 0.f ? copysignf(round_e2m1(divide(hi, scale, inverse)), hi) : 0.f;
-        float ea = __fsub_rn(__fmul_rn(x, scale), lo), eb = __fsub_rn(__fmul_rn(y, scale), hi);
-        float loss = group_sum(__fadd_rn(__fmul_rn(ea, ea), __fmul_rn(eb, eb)), LANES);
-        if (top == 6 || loss < best_loss)
-          best_codes = e2m1_code(x) | e2m1_code(y) << 4, best_scale = stored, best_loss = loss;
-      }
-      reinterpret_cast<u8*>(codes)[at] = static_cast<u8>(best_codes);
-      reinterpret_cast<u8*>(near_codes)[at] = static_cast<u8>(best_codes);
-      if (lane % LANES == 0) scales[at / LANES] = near_scales[at / LANES] = best_scale;
+    for (int i = 0; i < 2; i++) {  // amax becomes 6, or 4: the better one
+      constexpr float SIXTH = 1.f / 6;
+      stored[i] = __float2half_rn(i ? amax * 0.25f : divide(amax, 6.f, SIXTH));
+      float scale = __half2float(stored[i]), inverse = reciprocal(scale);
+      x[i] = copysignf(round_e2m1(divide(lo, scale, inverse)), lo);
+      y[i] = copysignf(round_e2m1(divide(hi, scale, inverse)), hi);
+      if (scale == 0.f) x[i] = y[i] = 0.f;
+      float ex = __fsub_rn(__fmul_rn(x[i], scale), lo), ey = __fsub_rn(__fmul_rn(y[i], scale), hi);
+      loss[i] = __fadd_rn(__fmul_rn(ex, ex), __fmul_rn(ey, ey));
     }
+    for (int o = LANES / 2; o; o >>= 1) {
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        loss[i] = __fadd_rn(loss[i], __shfl_xor_sync(ALL_LANES, loss[i], o));
+    }
+    bool second = loss[1] < loss[0];
+    u32 pair = e2m1_code(second ? x[1] : x[0]) | e2m1_code(second ? y[1] : y[0]) << 4;
+    reinterpret_cast<u8*>(codes)[at] = static_cast<u8>(pair);
+    reinterpret_cast<u8*>(near_codes)[at] = static_cast<u8>(pair);
+    if (lane % LANES == 0) scales[at / LANES] = near_scales[at / LANES] = second ? stored[1] : stored[0];
   }
 }

@@ -7,7 +7,7 @@
 //   x      float32 [tokens][K]         in: residual stream
 //   norm   float32 [K]                 in
 //   rows, vocab (rows that count; the rest is padding), tokens int32; eps float32
-// Grid: any number of blocks of 32 WARPS threads; block b takes row tiles b, b + grid, ...
+// Grid: any number of blocks of BLOCK_THREADS threads; block b takes row tiles b, b + grid, ...
 // Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8); BULK, PARTS, STAGES, BATCH, WARPS: see gemv.cuh.
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sum; of equal logits the lower row wins.
@@ -28,8 +28,8 @@ lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const f
   };
   u64 mine = 0;
   int mine_token = -1;
-  stream_tiles<SLICES, PARTS, TOKENS, true, true>(
-      shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, chunk,
+  stream_tiles<SLICES, PARTS, TOKENS, true, false, true>(
+      shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, [] {}, chunk,
       [&](int j, int r, int token, float sum, float square, bool counts) {
         int row = tile(j) * TILE + r;
         if (row >= vocab || !counts) return;

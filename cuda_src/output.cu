@@ -5,7 +5,7 @@
 //   bias     float32 [rows] or null    in
 //   x        float32 [tokens][K]       in: attention output, heads one after another
 //   rows, tokens int32
-// Grid: any number of blocks of 32 WARPS threads; block b takes row tiles b, b + grid, ...
+// Grid: any number of blocks of BLOCK_THREADS threads; block b takes row tiles b, b + grid, ...
 // Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8); BULK, PARTS, STAGES, BATCH, WARPS: see gemv.cuh.
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; the sum is added to the residual in float32.
@@ -24,10 +24,12 @@ output(float* residual, const u8* __restrict__ w, const float* __restrict__ bias
   auto chunk = [&](int j, int part) {
     return w + (static_cast<size_t>(tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
-  // No kernel that may still run writes the residual: `down` ended before qkv began.
-  float before = TOKENS == 1 ? row_ahead(residual, rows / TILE) : 0.f;
-  stream_tiles<SLICES, PARTS, TOKENS, true, false>(
-      shared, own_tiles(rows / TILE), x, tokens, nullptr, [] {}, chunk,
+  float before = 0.f;
+  auto fetch_before = [&] {
+    if (TOKENS == 1) before = row_ahead(residual, rows / TILE);
+  };
+  stream_tiles<SLICES, PARTS, TOKENS, true, true, false>(
+      shared, own_tiles(rows / TILE), x, tokens, nullptr, [] {}, fetch_before, chunk,
       [&](int j, int r, int token, float sum, float, bool mine) {
         int row = tile(j) * TILE + r;
         if (!mine) return;

@@ -116,6 +116,12 @@ __device__ __forceinline__ float power_of_two(float v) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(v));
   return result;
 }
+// 1 / v of a normal number, correctly rounded.
+__device__ __forceinline__ float reciprocal(float v) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return __fmaf_rn(r, __fmaf_rn(-v, r, 1.f), r);
+}
 // Thread-block clusters (sm_90 and later): CLUSTER blocks that read each other's shared memory.
 #ifndef CLUSTER
 #define CLUSTER 1
@@ -146,6 +152,10 @@ __device__ __forceinline__ void cluster_arrive() { __syncthreads(); }
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ float peer_float(const float* own, int) { return *own; }
 #endif
+// A barrier of the block's first `count` threads, whole warps.
+__device__ __forceinline__ void sync_threads(int count) {
+  asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory");
+}
 #if BULK
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
@@ -191,6 +201,7 @@ inline void cluster_wait() {}
 inline float peer_float(const float* own, int) { return *own; }
 #define SHARED_MEMORY(name) unsigned char* name = reinterpret_cast<unsigned char*>(cpu::block->smem.data())
 inline void prefetch(const void*) {}
+#define sync_threads(count) cpu::barrier(__LINE__, count)
 inline uint4 load_stream(const void* p) {
   uint4 v;
   memcpy(&v, p, 16);
@@ -227,6 +238,7 @@ inline void load_matrices_transposed(u32 (&r)[4], const void* row) {
   for (int i = 0; i < 4; i++) r[i] = words[i];
 }
 inline float power_of_two(float v) { return exp2f(v); }
+inline float reciprocal(float v) { return 1.f / v; }
 template <class Decode>  // decode(word, high): one of the two 16-bit numbers of a word
 inline void mma_cpu(float (&c)[4], const uint4& a, u32 b0, u32 b1, Decode decode) {
   struct Operands {

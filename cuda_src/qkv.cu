@@ -6,7 +6,7 @@
 //   x         float32 [tokens][K]      in: residual stream
 //   norm      float32 [K]              in
 //   rows, tokens int32; eps float32
-// Grid: any number of blocks of 32 WARPS threads; block b takes row tiles b, b + grid, ...
+// Grid: any number of blocks of BLOCK_THREADS threads; block b takes row tiles b, b + grid, ...
 // Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8); BULK, PARTS, STAGES, BATCH, WARPS: see gemv.cuh.
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; norm factor and bias are applied in float32 to the finished sum.
@@ -25,8 +25,8 @@ qkv(float* __restrict__ projected, const u8* __restrict__ w, const float* __rest
   auto chunk = [&](int j, int part) {
     return w + (static_cast<size_t>(tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
-  stream_tiles<SLICES, PARTS, TOKENS, true, true>(
-      shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, chunk,
+  stream_tiles<SLICES, PARTS, TOKENS, true, false, true>(
+      shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, [] {}, chunk,
       [&](int j, int r, int token, float sum, float square, bool mine) {
         int row = tile(j) * TILE + r;
         float y = sum * rsqrtf(square / K + eps);

@@ -33,8 +33,8 @@ route(float* __restrict__ router_logits, const __nv_bfloat16* __restrict__ w, co
     }
   }
   STAMP(1);
+  launch_next();  // gate_up reads nothing before its own wait
   grid_wait();
-  launch_next();
   STAMP(3);
   for (int token = 0; token < tokens; token++) {
     float sum = 0.f, square = 0.f;

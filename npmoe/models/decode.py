@@ -228,7 +228,7 @@ class DecodeStep:
         launch(
             kernel("experts", "gate_up", **macros, **stream.macros()),
             (self.blocks, self.seqs),
-            32 * stream.warps,
+            stream.threads,
             self.hidden,
             gate_up.codes,
             self.router_logits,
@@ -242,7 +242,7 @@ class DecodeStep:
         launch(
             kernel("experts", "down", **macros, **stream.macros()),
             (self.blocks, self.seqs),
-            32 * stream.warps,
+            stream.threads,
             self.x,
             down.codes,
             self.router_logits,
@@ -256,7 +256,7 @@ class DecodeStep:
         tiles = -(-w.codes.shape[0] // self.blocks)
         stream = self._stream(w.format, slices, 1, self.seqs, tiles)
         macros = {"K": w.shape[1], "TOKENS": self.seqs, "W_FORMAT": W_CODES[w.format]}
-        return kernel(stem, stem, **macros, **stream.macros()), 32 * stream.warps, stream.shared
+        return kernel(stem, stem, **macros, **stream.macros()), stream.threads, stream.shared
 
     def _stream(self, form: str, slices: int, stacked: int, tokens: int, tiles: int) -> Stream:
         return Stream.fit(form, slices, stacked, tokens, tiles, self.bulk, self.shared_bytes)

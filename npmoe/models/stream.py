@@ -18,7 +18,7 @@ class Stream:
 
     parts: chunks a row tile. stages: chunks in the ring. resident: the ring holds all chunks of a
     block. batch: tiles between two reductions. bulk: copies into shared memory by hardware.
-    warps: of a block. shared: dynamic shared memory of a block in bytes.
+    warps: of a block that multiply. shared: dynamic shared memory of a block in bytes.
     """
 
     parts: int
@@ -76,6 +76,11 @@ class Stream:
             f"{shared_bytes:,} bytes of this GPU's shared memory; use device='cpu'"
         )
 
+    @property
+    def threads(self) -> int:
+        """Of a block: where the ring goes round, one more warp keeps it full."""
+        return 32 * (self.warps + (self.bulk and not self.resident))
+
     def macros(self) -> dict[str, int]:
         """What the kernel must know of this."""
         return {
@@ -112,13 +117,15 @@ class AttentionSplit:
         """For heads of this size and formats, on a GPU whose blocks can have `shared_bytes`."""
         stage = 0
         for name in (key, value):
-            stage += CHUNK_TOKENS * (head_dim // 2 + head_dim // 16 if name == "fp4" else 2 * head_dim)
+            stage += CHUNK_TOKENS * (
+                head_dim // 2 + head_dim // 16 if name == "fp4" else 2 * head_dim
+            )
             stage += CHUNK_TOKENS * 16  # rows on different banks
         room = min(ATTENTION_BYTES, shared_bytes - ATTENTION_STATIC_BYTES)
         warps, stages = next(
             (w, s) for w in (8, 4, 2) for s in (3, 2) if w * s * stage <= room or (w, s) == (2, 2)
         )
-        return cls(warps, stages, warps * stages * stage, 2 * warps * CHUNK_TOKENS)
+        return cls(warps, stages, warps * stages * stage, warps * CHUNK_TOKENS)
 
     def macros(self) -> dict[str, int]:
         """What the kernel must know of this."""

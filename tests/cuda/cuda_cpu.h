@@ -128,7 +128,7 @@ struct Block {
   unsigned seed = 0;
   std::function<void()> run;
   void* scheduler = nullptr;  // its stack pointer
-  int alive = 0, waiting = 0;
+  int alive = 0, waiting = 0, expected = 0;
   std::string error;
 };
 inline Block* block = nullptr;
@@ -167,14 +167,15 @@ inline void fail(const std::string& what) {  // ends the launch; a fiber does no
 }
 
 inline void release_if_all_wait(Block& b) {
-  if (!b.alive || b.waiting < b.alive) return;
+  if (!b.alive || b.waiting < (b.expected ? b.expected : b.alive)) return;
   b.waiting = 0;
   for (Fiber& f : b.fibers)
     if (f.state == AT_BARRIER) f.state = READY;
 }
 
-inline void barrier(int line) {
+inline void barrier(int line, int threads = 0) {  // of so many threads, 0: of all that have not ended
   Block& b = *block;
+  b.expected = threads;
   for (const Fiber& f : b.fibers)
     if (f.state == AT_BARRIER && f.line != line)
       fail("threads at barriers of lines " + std::to_string(f.line) + " and " + std::to_string(line));
@@ -318,7 +319,7 @@ inline void run_block(Block& b, unsigned char* stacks, Random& random, unsigned 
   if (!b.smem.empty())
     memset(static_cast<void*>(b.smem.data()), POISON, b.smem.size() * sizeof(uint4));
   poison_shared();
-  b.alive = count, b.waiting = 0, b.seed = seed, block = &b;
+  b.alive = count, b.waiting = 0, b.expected = 0, b.seed = seed, block = &b;
   for (int i = 0; i < count; i++) {
     Fiber& f = b.fibers[i] = Fiber();
     int x = b.size.x, y = b.size.y;
@@ -508,6 +509,5 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __frcp_rn(float a) { return 1.f / a; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }

@@ -142,4 +142,4 @@ def streaming(
             *(fmt, columns // COLUMNS, stacked, tokens, tiles), ring > 0, SHARED_BYTES
         )
     macros |= {"W_FORMAT": decode.W_CODES[fmt]} | fitted.macros()
-    return Streaming(kernel(stem, name, **macros), 32 * fitted.warps, fitted.shared)
+    return Streaming(kernel(stem, name, **macros), fitted.threads, fitted.shared)

@@ -71,6 +71,7 @@ BLOCKS = 2
 
 STATIC_BYTES = {"gate_up": 256, "down": 256}  # room for shared memory that is not dynamic
 SPILLS = {  # by the compiler that setup.cfg pins
+    "sm_100a-seed-67b-fp4-fp4+bf16-1": "gate_up spills 12 bytes",
 }
 
 
