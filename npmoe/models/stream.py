@@ -103,8 +103,8 @@ ATTENTION_STATIC_BYTES = 12_000
 class AttentionSplit:
     """How attention shares a context between warps: the macros of cuda_src/attention.cu.
 
-    warps: of a block. stages: chunks of 16 tokens in a warp's ring. shared: dynamic shared memory of
-    a block in bytes. least: tokens that a block takes at least.
+    warps: of a block. stages: chunks of 16 tokens in a warp's ring. shared: dynamic shared memory
+    of a block in bytes. least: tokens that a block takes at least.
     """
 
     warps: int

@@ -59,7 +59,8 @@ def compile_kernels(stem: str, architecture: str, macros: dict[str, int]) -> dic
     library, program = _library(), ctypes.c_void_p()
     source = (folder("cuda_src") / f"{stem}.cu").read_bytes()
     options = ["-std=c++17", f"-arch={architecture}", f"-I{folder('cuda_src')}", f"-I{found[1]}"]
-    options += ["--ptxas-options=-v", *(f"-D{k}={v}" for k, v in macros.items())]
+    options += ["-ftz=true", "--ptxas-options=-v"]  # the first since CuPy passes it
+    options += [f"-D{k}={v}" for k, v in macros.items()]
     name = f"{stem}.cu".encode()
     status = library.nvrtcCreateProgram(ctypes.byref(program), source, name, 0, None, None)
     assert status == 0
