@@ -33,6 +33,7 @@ from npmoe.kv.storage import KVCache, check_kv_format, kv_bytes_per_token
 from npmoe.models.gpu import GpuModel, check_gpu_support
 from npmoe.models.layers import CausalLM
 from npmoe.models.loader import load_model
+from npmoe.models.memory import check_memory
 from npmoe.models.specs import ModelSpec
 from npmoe.models.stored import open_model, stored_formats
 from npmoe.ops.linear import FEW_TOKENS
@@ -128,6 +129,7 @@ class LLM:
         except (ValueError, TypeError) as error:
             raise UnsupportedModel(f"{generation}: {error}") from None
         self._check_length(options.max_seq_len)
+        check_memory(opened, policy, self.device, options)
         model = load_model(opened, policy, self.device, self._quiet)
         if isinstance(model, CausalLM):
             self._warm_up(model, options)

@@ -19,19 +19,17 @@ import numpy as np
 from npmoe.checkpoint import INDEX_NAME
 from npmoe.config import WeightsPolicy
 from npmoe.dtypes import SAFETENSORS_DTYPES
-from npmoe.errors import CheckpointError, UnsupportedModel
-from npmoe.models.loader import cannot_be, convert_parameter
+from npmoe.errors import CheckpointError
+from npmoe.models.conversion import cannot_be, chosen_formats, convert_parameter
 from npmoe.models.parameters import VECTOR, Parameter
 from npmoe.models.stored import (
     LAYOUT_VERSION,
-    MIXED,
     QUANT_METHOD,
     OpenModel,
     open_model,
     read_parameter,
     shares_table,
     stored_arrays,
-    stored_formats,
 )
 from npmoe.runtime.progress import progress
 
@@ -41,7 +39,6 @@ COPIED_FILES = (
     *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
     *("generation_config.json", "LICENSE"),
 )
-_EXACT = ("fp32", "bf16", "fp16")
 
 StoredArrays = dict[str, tuple[str, tuple[int, ...]]]
 """Tensor name -> (dtype word, shape)."""
@@ -71,7 +68,7 @@ def convert_checkpoint(
     if not folder.parent.is_dir():
         raise ValueError(f"{folder.parent} is not a folder: create it first")
     opened = open_model(source, ignored)
-    formats = written_formats(opened, policy)
+    formats = chosen_formats(opened, policy)
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     try:
         partial.mkdir()
@@ -86,25 +83,6 @@ def convert_checkpoint(
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return formats
-
-
-def written_formats(opened: OpenModel, policy: WeightsPolicy) -> dict[str, str]:
-    """Part -> format of the converted checkpoint, for every part that the model has.
-
-    A part whose own tensors differ in type becomes fp32, which holds them all. Raises
-    UnsupportedModel where a part that is quantised already would change its format: that would lose
-    twice.
-    """
-    formats = {}
-    for part, found in stored_formats(opened).items():
-        stored = "fp32" if found == MIXED else found
-        formats[part] = policy.get(part, stored)
-        if stored not in _EXACT and formats[part] != stored:
-            raise UnsupportedModel(
-                f"{opened.checkpoint.folder}: {part} is {stored} already; making it "
-                f"{formats[part]} would lose twice. Convert the original checkpoint."
-            )
     return formats
 
 

@@ -105,6 +105,12 @@ def free_memory(device: str) -> int:
     return min(limits)
 
 
+def free_cached_memory() -> None:
+    """Gives the memory that CuPy keeps for later arrays back, so that it counts as free."""
+    cupy().get_default_memory_pool().free_all_blocks()
+    cupy().get_default_pinned_memory_pool().free_all_blocks()
+
+
 class _LazyJit:
     """A function that turns into a Numba dispatcher at its first call."""
 
