@@ -70,8 +70,10 @@ def to_host(x: Any) -> np.ndarray:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that can be allocated: MemAvailable on the CPU, the driver's figure on the GPU."""
+    """Bytes that can be allocated: MemAvailable on the CPU, the driver's figure on the GPU once
+    CuPy has given back what earlier arrays left."""
     if device == "cuda":
+        free_cached_memory()
         return int(cupy().cuda.runtime.memGetInfo()[0])
     limits = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     try:
