@@ -6,6 +6,7 @@ reader of the output has gone.
 """
 
 import argparse
+import errno
 import io
 import json
 import os
@@ -24,12 +25,13 @@ from npmoe.models.convert import convert_checkpoint
 from npmoe.models.stored import open_model
 from npmoe.models.summary import EXAMPLE_MEMORY_GB, Memory, describe, summarize
 from npmoe.runtime.device import free_memory
-from npmoe.runtime.progress import say
+from npmoe.runtime.progress import say, say_end_of_line
 from npmoe.runtime.terminal import print_pieces, read_lines
 from npmoe.sampling import SamplingParams
 from npmoe.tokenizer import Message
 
 BAD_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141
+OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 CHAT_HELP = "/exit or Ctrl-D ends, /reset starts over, Ctrl-C stops an answer"
 
 
@@ -52,29 +54,50 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message, end="", file=file)  # argparse itself would pass over a full disk
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; `argv` without the program's name. Returns the exit code.
 
     Errors that are nobody's input keep their traceback.
     """
+    if sys.stdout is None:
+        return _fail("standard output is closed: redirect it to a file or to /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character
     try:
-        args = _parser().parse_args(argv)
-        args.run(args)
-        sys.stdout.flush()
+        try:
+            args = _parser().parse_args(argv)
+            args.run(args)
+        finally:
+            sys.stdout.flush()  # also of --help, which ends the program
     except NpmoeError as error:
-        print(f"npmoe: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_INPUT
+        return _fail(str(error))
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        say_end_of_line()
         return INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered has nowhere to go; the interpreter flushes once more as it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return READER_GONE
+    except OSError as error:
+        if error.errno not in OUTPUT_ERRORS:
+            raise
+        _drop_output()
+        return _fail(f"the output cannot be written: {error.strerror}")
     return 0
+
+
+def _fail(message: str) -> int:
+    """Says what is wrong, in one line; the exit code for it."""
+    say(f"error: {' '.join(message.split())}")
+    return BAD_INPUT
+
+
+def _drop_output() -> None:
+    """What is still buffered has nowhere to go; the interpreter flushes once more as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> _Parser:

@@ -33,10 +33,12 @@ from npmoe.kv.storage import KVCache, check_kv_format, kv_bytes_per_token
 from npmoe.models.gpu import GpuModel, check_gpu_support
 from npmoe.models.layers import CausalLM
 from npmoe.models.loader import load_model
+from npmoe.models.memory import check_memory
 from npmoe.models.specs import ModelSpec
 from npmoe.models.stored import open_model, stored_formats
 from npmoe.ops.linear import FEW_TOKENS
 from npmoe.runtime.device import free_memory, resolve_device
+from npmoe.runtime.failures import named_errors
 from npmoe.runtime.progress import say
 from npmoe.runtime.resources import folder
 from npmoe.sampling import SamplingParams
@@ -128,10 +130,12 @@ class LLM:
         except (ValueError, TypeError) as error:
             raise UnsupportedModel(f"{generation}: {error}") from None
         self._check_length(options.max_seq_len)
-        model = load_model(opened, policy, self.device, self._quiet)
-        if isinstance(model, CausalLM):
-            self._warm_up(model, options)
-        self._engine: Engine | None = self._make_engine(model, options)
+        with named_errors():
+            check_memory(opened, policy, self.device, options)
+            model = load_model(opened, policy, self.device, self._quiet)
+            if isinstance(model, CausalLM):
+                self._warm_up(model, options)
+            self._engine: Engine | None = self._make_engine(model, options)
 
     def _check_length(self, max_seq_len: int | None) -> None:
         if max_seq_len is not None and max_seq_len > self.config.max_position_embeddings:
@@ -222,7 +226,8 @@ class LLM:
             for ids in encoded:
                 requests.append(engine.add(ids, resolved))
             while not all(r.done for r in requests):
-                engine.step()
+                with named_errors():
+                    engine.step()
             completions = [engine.completion(r) for r in requests]
         finally:
             for r in requests:
@@ -255,7 +260,9 @@ class LLM:
 
     def forward(self, token_ids: Sequence[int]) -> Array:
         """Logits of every position: token ids `[T]` -> float32 `[T, vocab]`."""
-        return self.engine.forward(self._check_ids(token_ids, self.max_seq_len))
+        ids = self._check_ids(token_ids, self.max_seq_len)
+        with named_errors():
+            return self.engine.forward(ids)
 
     def close(self) -> None:
         """Frees weights and cache; afterwards every method raises RuntimeError."""
@@ -281,7 +288,8 @@ class LLM:
         try:
             done = False
             while not done:
-                engine.step()
+                with named_errors():
+                    engine.step()
                 done = request.done  # another thread's step may have ended it
                 piece = request.sequences[0].text.take()
                 if piece:

@@ -11,7 +11,7 @@ import numpy as np
 
 from npmoe.batch import Batch
 from npmoe.config import KVCacheConfig, WeightsPolicy
-from npmoe.dtypes import Array
+from npmoe.dtypes import Array, array_namespace
 from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, to_fragments
 from npmoe.formats.quant_tensor import QuantTensor
@@ -67,7 +67,7 @@ def _padded(width: int) -> int:
 
 def _alternate(w: QuantTensor) -> QuantTensor:
     """gate and up rows `[..., 2I, K]` as gate 0, up 0, gate 1, ...; I is padded with zero rows."""
-    xp = cupy()
+    xp = array_namespace(w.codes)
     *lead, rows, columns = w.shape
     width = _padded(rows // 2)
 
@@ -82,7 +82,7 @@ def _alternate(w: QuantTensor) -> QuantTensor:
 
 def _pad_columns(w: QuantTensor) -> QuantTensor:
     """K padded to a multiple of 128 with zero codes and zero scales."""
-    xp = cupy()
+    xp = array_namespace(w.codes)
     *lead, columns = w.shape
     target = _padded(columns)
     if target == columns:

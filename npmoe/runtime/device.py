@@ -4,7 +4,6 @@
 read of its compile cache) happen at the first call.
 """
 
-import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -12,16 +11,18 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from npmoe.errors import DeviceError
-
-CUDA_SUCCESS = 0
-CUDA_ERROR_NO_DEVICE = 100
+from npmoe.runtime.requirements import (
+    WITHOUT,
+    check_capability,
+    check_packages,
+    load_driver,
+)
 
 
 def resolve_device(device: str) -> str:
@@ -34,38 +35,17 @@ def resolve_device(device: str) -> str:
         raise ValueError(f"device = {device!r}: legal values are 'auto', 'cpu' and 'cuda'")
     if device == "cpu":
         return "cpu"
-    count, problem = _count_gpus()
-    if count == 0 and device == "auto" and problem is None:
+    driver = load_driver()
+    if driver is None and device == "auto":
         return "cpu"
-    if count == 0:
+    if driver is None:
         raise DeviceError(
-            f"device = {device!r}: {problem or 'no NVIDIA GPU was found'}. "
-            "Use device='cpu' to run on this machine without a GPU."
+            f"device = {device!r}: no NVIDIA GPU was found; it needs one of compute capability 8.0 "
+            f"(Ampere) or newer, and its driver (libcuda.so.1). {WITHOUT}"
         )
-    if find_spec("cupy") is None:
-        raise DeviceError(
-            f"{count} NVIDIA GPU(s) found, but CuPy is not installed: "
-            "pip install 'npmoe[cuda13]' (or [cuda12]); device='cpu' runs without it."
-        )
+    check_capability(driver)
+    check_packages(driver, cupy)
     return "cuda"
-
-
-def _count_gpus() -> tuple[int, str | None]:
-    """GPUs that the driver shows, and what is wrong if it cannot be asked."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        if os.path.isdir("/proc/driver/nvidia/gpus"):
-            return 0, "an NVIDIA GPU is present but the driver's library libcuda.so.1 is not"
-        return 0, None
-    status = driver.cuInit(0)
-    if status == CUDA_ERROR_NO_DEVICE:
-        return 0, None
-    if status != CUDA_SUCCESS:
-        return 0, f"the NVIDIA driver does not start (cuInit returned {status})"
-    count = ctypes.c_int()
-    driver.cuDeviceGetCount(ctypes.byref(count))
-    return count.value, None
 
 
 def cupy() -> ModuleType:
@@ -90,8 +70,10 @@ def to_host(x: Any) -> np.ndarray:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that can be allocated: MemAvailable on the CPU, the driver's figure on the GPU."""
+    """Bytes that can be allocated: MemAvailable on the CPU, the driver's figure on the GPU once
+    CuPy has given back what earlier arrays left."""
     if device == "cuda":
+        free_cached_memory()
         return int(cupy().cuda.runtime.memGetInfo()[0])
     limits = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     try:
@@ -103,6 +85,12 @@ def free_memory(device: str) -> int:
     except (OSError, ValueError):  # no cgroup limit, or not Linux
         pass
     return min(limits)
+
+
+def free_cached_memory() -> None:
+    """Gives the memory that CuPy keeps for later arrays back, so that it counts as free."""
+    cupy().get_default_memory_pool().free_all_blocks()
+    cupy().get_default_pinned_memory_pool().free_all_blocks()
 
 
 class _LazyJit:

@@ -13,6 +13,7 @@ import numpy as np
 
 from npmoe.errors import DeviceError
 from npmoe.runtime.device import compute_capability, cupy
+from npmoe.runtime.failures import status_error
 
 PLAIN_SHARED_BYTES = 48 * 1024
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
@@ -67,4 +68,4 @@ def launch(
         config, driver.CUfunction(kernel.kernel.ptr), (values, types), 0
     )
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise DeviceError(f"launching {kernel.name} failed: {status.name}")
+        raise status_error(status.name, f"launching {kernel.name}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from npmoe.errors import DeviceError
 from npmoe.runtime.device import compute_capability, cupy
+from npmoe.runtime.failures import named_error
 from npmoe.runtime.resources import folder
 
 OLDEST_ARCH = 80
@@ -43,14 +44,22 @@ def bulk() -> bool:
 def kernel(stem: str, name: str, **macros: int) -> Any:
     """The function `name` of cuda_src/<stem>.cu, specialised by `macros`.
 
-    Raises DeviceError if the compiler is missing or the GPU is too old.
+    Raises DeviceError if the compiler is missing or refuses it, or the GPU is too old.
     """
     return _kernel(stem, name, tuple(sorted(macros.items())))
 
 
 @cache
 def _kernel(stem: str, name: str, macros: tuple[tuple[str, int], ...]) -> Any:
-    return _module(stem, macros).get_function(name)
+    try:
+        return _module(stem, macros).get_function(name)  # compiles
+    except Exception as error:
+        named = named_error(error, f"{stem}.cu")
+        if named is None and isinstance(error, ImportError | RuntimeError | OSError):
+            named = DeviceError(f"the CUDA compiler (NVRTC) cannot be used: {error}")
+        if named is None:
+            raise
+        raise named from error
 
 
 @cache
@@ -64,7 +73,4 @@ def _module(stem: str, macros: tuple[tuple[str, int], ...]) -> Any:
         *(f"-D{key}={int(value)}" for key, value in macros),
     )
     code = f'#line 1 "{source.name}"\n{source.read_text()}'
-    try:
-        return cupy().RawModule(code=code, options=options)
-    except (ImportError, RuntimeError, OSError) as error:
-        raise DeviceError(f"the CUDA compiler (NVRTC) cannot be used: {error}") from error
+    return cupy().RawModule(code=code, options=options)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from npmoe.models.decode import W_CODES
+from npmoe.models.prepare import KERNELS
 from npmoe.runtime.resources import folder
 from tests.cuda.nvrtc import Usage, compile_kernels, missing
 from tests.cuda.steps import Shape, Specialised, launches
@@ -68,6 +70,7 @@ REGISTERS = 65536
 BLOCKS = 2
 """Registers of a multiprocessor, and the blocks that share it."""
 
+PREPARED = [tuple(W_CODES[f] for f in pair) for pair in KERNELS]
 STATIC_BYTES = {"gate_up": 256, "down": 256}  # room for shared memory that is not dynamic
 SPILLS = {  # by the compiler that setup.cfg pins
     "sm_120a-qwen3-30b-a3b-fp4-fp4-1": "down spills 36 bytes",
@@ -115,13 +118,22 @@ def test_shared_memory_fits(step: tuple[GPU, Shape, str, Format, int]) -> None:
 def test_every_source_is_launched() -> None:
     stems = {path.stem for path in folder("cuda_src").glob("*.cu")}
     asked = {x.kernel.stem for x in launches(QWEN, "fp4", "fp4", 1, True, 132, H200.shared)}
-    assert stems - asked == {"roofline"}  # a bench, see below
+    assert stems - asked == {"roofline", "prepare"}  # a bench, and loading: see below
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("gpu", [A100, L4, H200, B200, RTX5090], ids=lambda gpu: gpu.architecture)
 def test_roofline_compiles(gpu: GPU) -> None:
     assert compiled(Specialised("roofline", "roofline", ()), gpu)["roofline"].spilled == 0
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("gpu", [A100, L4, H200, B200, RTX5090], ids=lambda gpu: gpu.architecture)
+@pytest.mark.parametrize(("source", "target"), PREPARED)
+def test_prepare_compiles(gpu: GPU, source: int, target: int) -> None:
+    for paired in (0, 1):
+        macros = (("SOURCE", source), ("W_FORMAT", target), ("PAIRED", paired))
+        assert compiled(Specialised("prepare", "prepare", macros), gpu)["prepare"].spilled == 0
 
 
 @needs_nvrtc
@@ -143,6 +155,8 @@ def test_roofline_compiles(gpu: GPU) -> None:
         ("qkv", DENSE | {"BATCH": 0}, "1 or more"),
         ("output", DENSE | {"BATCH": 16, "WARPS": 4}, "finishes one row"),
         ("experts", EXPERTS | {"WIDTH": 192}, "HIDDEN and WIDTH"),
+        ("prepare", {"SOURCE": 1, "W_FORMAT": 0, "PAIRED": 0}, "prepare makes"),
+        ("prepare", {"SOURCE": 0, "W_FORMAT": 1}, "define PAIRED"),
         ("experts", EXPERTS | {"TOP_K": 9}, "TOP_K 1 to 32"),
     ],
 )

@@ -23,42 +23,44 @@ from npmoe.runtime.device import (
 )
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, gpus: int, problem: str | None, cupy: bool) -> None:
-    """Pretends that this machine is one with so many GPUs, a driver problem, and CuPy or not."""
-    monkeypatch.setattr(device, "_count_gpus", lambda: (gpus, problem))
-    monkeypatch.setattr(device, "find_spec", lambda name: object() if cupy else None)
-
-
 @pytest.mark.parametrize(
-    ("wanted", "gpus", "expected"),
+    ("wanted", "has_gpu", "expected"),
     [
-        ("cpu", 0, "cpu"),
-        ("cpu", 2, "cpu"),
-        ("auto", 0, "cpu"),
-        ("auto", 1, "cuda"),
-        ("cuda", 1, "cuda"),
+        ("cpu", False, "cpu"),
+        ("cpu", True, "cpu"),
+        ("auto", False, "cpu"),
+        ("auto", True, "cuda"),
+        ("cuda", True, "cuda"),
     ],
 )
-def test_devices(monkeypatch: pytest.MonkeyPatch, wanted: str, gpus: int, expected: str) -> None:
-    machine(monkeypatch, gpus, None, cupy=True)
+def test_devices(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, has_gpu: bool, expected: str
+) -> None:
+    monkeypatch.setattr(device, "load_driver", lambda: object() if has_gpu else None)
+    monkeypatch.setattr(device, "check_capability", lambda driver: None)
+    monkeypatch.setattr(device, "check_packages", lambda driver, cupy: None)
     assert resolve_device(wanted) == expected
 
 
-@pytest.mark.parametrize(
-    ("wanted", "gpus", "problem", "cupy", "message"),
-    [
-        ("cuda", 0, None, True, "no NVIDIA GPU was found"),
-        ("cuda", 0, "the driver does not start", True, "the driver does not start"),
-        ("auto", 0, "the driver does not start", True, "the driver does not start.*device='cpu'"),
-        ("auto", 1, None, False, "CuPy is not installed.*cuda13"),
-        ("cuda", 1, None, False, "CuPy is not installed"),
-    ],
-)
-def test_a_gpu_that_cannot_be_used_is_an_error_that_says_why(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, gpus: int, problem: str, cupy: bool, message: str
+def test_no_gpu_says_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "load_driver", lambda: None)
+    with pytest.raises(DeviceError, match=r"'cuda': no NVIDIA GPU.*8\.0.*libcuda.*device='cpu'"):
+        resolve_device("cuda")
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+@pytest.mark.parametrize("check", ["load_driver", "check_capability", "check_packages"])
+def test_a_gpu_that_cannot_be_used_is_never_passed_over(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, check: str
 ) -> None:
-    machine(monkeypatch, gpus, problem, cupy)
-    with pytest.raises(DeviceError, match=message):
+    def refuse(*_: object) -> None:
+        raise DeviceError("why")
+
+    monkeypatch.setattr(device, "load_driver", lambda: object())
+    monkeypatch.setattr(device, "check_capability", lambda driver: None)
+    monkeypatch.setattr(device, "check_packages", lambda driver, cupy: None)
+    monkeypatch.setattr(device, check, refuse)
+    with pytest.raises(DeviceError, match="why"):
         resolve_device(wanted)
 
 
