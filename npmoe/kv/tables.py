@@ -18,7 +18,7 @@ from npmoe.ops.paging import (
     WRITE,
     apply_page_commands,
 )
-from npmoe.runtime.device import to_device
+from npmoe.runtime.device import cupy, to_device
 
 MAX_COMMANDS = 64
 MIN_PAGE_IDS = 256
@@ -108,7 +108,7 @@ class BlockTables:
             if array_namespace(target) is np:
                 target[...] = message
             else:
-                target.set(message)
+                target.set(message, cupy().cuda.get_current_stream())
             apply_page_commands(self.block_table, commands, self._message[_HEADER:], self._empty)
             sent += message.nbytes
         return sent

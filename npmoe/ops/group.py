@@ -61,7 +61,7 @@ def group_by_expert_ref(topk_ids: Array, num_experts: int) -> Groups:
 
 def group_workspace(num_pairs: int, num_experts: int) -> tuple[int, int]:
     """The shape of the workspace: counts of each block of pairs."""
-    return max(1, -(-num_pairs // PAIRS_PER_BLOCK)), num_experts
+    return -(-num_pairs // PAIRS_PER_BLOCK), num_experts
 
 
 def _group_by_expert_cuda(
@@ -79,6 +79,9 @@ def _group_by_expert_cuda(
     check_array("expert_offsets", expert_offsets, np.int32, num_experts + 1)
     check_array("sorted_pair_ids", sorted_pair_ids, np.int32, num_pairs)
     check_array("workspace", workspace, np.int32, blocks, num_experts)
+    if num_pairs == 0:
+        expert_counts[...] = expert_offsets[...] = 0
+        return
     ids = topk_ids.reshape(-1)
     _count_kernel.launch(blocks, PAIRS_PER_BLOCK, workspace, ids)
     _place_kernel.launch(

@@ -142,12 +142,13 @@ def _order_ref(keys: Array, rule: TopKRule) -> Array:
     if rule.num_groups == 1:
         return np.argsort(-keys, axis=-1, kind="stable")
     num_tokens, num_experts = keys.shape
-    members = np.sort(keys.reshape(num_tokens, rule.num_groups, -1), axis=-1)
+    group_size = num_experts // rule.num_groups
+    members = np.sort(keys.reshape(num_tokens, rule.num_groups, group_size), axis=-1)
     score = members[..., -1] + members[..., -2] if rule.sums_two else members[..., -1]
     best = np.argsort(-score, axis=-1, kind="stable")[:, : rule.topk_groups]
     outside = np.ones(score.shape, bool)
     np.put_along_axis(outside, best, False, axis=-1)
-    return np.lexsort((-keys, np.repeat(outside, num_experts // rule.num_groups, axis=-1)))
+    return np.lexsort((-keys, np.repeat(outside, group_size, axis=-1)))
 
 
 def _top_k_cuda(

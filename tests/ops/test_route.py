@@ -158,6 +158,12 @@ def test_experts_outside_the_best_groups_are_not_chosen_even_for_minus_infinity(
     assert ids.tolist() == [[0, 1]]
 
 
+@pytest.mark.parametrize("rule", [TopKRule(), TopKRule("softmax", 4, 2, "sum_of_two")])
+def test_no_tokens(rule: TopKRule) -> None:
+    weights, ids = top_k(EIGHT[:0], 2, True, rule)
+    assert weights.shape == ids.shape == (0, 2)
+
+
 def test_nan_comes_last_and_ids_stay_different() -> None:
     _, ids = top_k_ref(np.array([[np.nan, 1, np.nan, 2]], np.float32), 3, False)
     assert ids.tolist() == [[3, 1, 0]]
