@@ -1,7 +1,7 @@
 """The only import of cupy and numba; each is loaded at first use.
 
 `jit` marks a function for Numba without importing Numba: the import and the compilation (or the
-read of its compile cache) happen at the first call.
+read of its compile cache) happen at the first call. `cuda_jit` does the same for a CUDA kernel.
 """
 
 import os
@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -93,6 +94,19 @@ def free_cached_memory() -> None:
     cupy().get_default_pinned_memory_pool().free_all_blocks()
 
 
+@cache
+def numba_cuda() -> ModuleType:
+    """The module numba.cuda. Raises DeviceError where numba-cuda is missing."""
+    config = import_module("numba").config
+    if not config.ENABLE_CUDASIM and find_spec("numba_cuda") is None:
+        raise DeviceError(
+            "numba-cuda is not installed: pip install 'npmoe[cuda13]' (or [cuda12]); "
+            "device='cpu' runs without it"
+        )
+    config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a grid is small where there is little to do
+    return import_module("numba.cuda")
+
+
 class _LazyJit:
     """A function that turns into a Numba dispatcher at its first call."""
 
@@ -113,9 +127,43 @@ class _LazyJit:
             for name in self.py_func.__code__.co_names:
                 if isinstance(namespace.get(name), _LazyJit):
                     namespace[name] = namespace[name].compile()
-            with _cache_outside_the_package() as numba:
-                self._dispatcher = numba.njit(**self._options)(self.py_func)
+            self._dispatcher = self._make()
         return self._dispatcher
+
+    def _make(self) -> Any:
+        with _cache_outside_the_package() as numba:
+            return numba.njit(**self._options)(self.py_func)
+
+
+class CudaKernel(_LazyJit):
+    """A CUDA kernel in Python; its source calls numba.cuda `cuda`."""
+
+    def _make(self) -> Any:
+        cuda = self.py_func.__globals__["cuda"] = numba_cuda()
+        with _cache_outside_the_package():
+            return cuda.jit(**self._options)(self.py_func)
+
+    def launch(self, grid: int | tuple[int, ...], threads: int, *arguments: Any) -> None:
+        """Puts the kernel on CuPy's current stream, where a graph may be capturing, once it has
+        been compiled by a first launch with arguments of the same types.
+
+        arguments: CuPy arrays and scalars of NumPy; NumPy arrays where Numba simulates CUDA
+        (NUMBA_ENABLE_CUDASIM=1), which then runs the kernel on the CPU.
+        """
+        kernel = self.compile()
+        if import_module("numba").config.ENABLE_CUDASIM:
+            kernel[grid, threads](*arguments)
+            return
+        stream = cupy().cuda.get_current_stream().ptr
+        stream = numba_cuda().external_stream(stream) if stream else 0
+        kernel[grid, threads, stream](*map(_numba_argument, arguments))
+
+
+def _numba_argument(value: Any) -> Any:
+    """A CuPy array as Numba's view of it, made without waiting for its stream; others as is."""
+    if hasattr(value, "__cuda_array_interface__"):
+        return numba_cuda().as_cuda_array(value, sync=False)
+    return value
 
 
 _cache_lock = threading.Lock()
@@ -146,6 +194,19 @@ def jit(function: Callable) -> Callable:
     """
     return _LazyJit(function, {"cache": True, "nogil": True, "fastmath": {"contract"}})
 
+
+def cuda_jit(function: Callable) -> CudaKernel:
+    """A Numba CUDA kernel, compiled at its first launch and cached on disk."""
+    return CudaKernel(function, {"cache": True})
+
+
+def cuda_device_jit(function: Callable) -> CudaKernel:
+    """A function for the kernels of its module to call."""
+    return CudaKernel(function, {"device": True})
+
+
+cuda: Any = None
+"""To be imported by modules with kernels, where numba.cuda takes its place at the first launch."""
 
 PARALLEL_WORK = 1 << 20
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,11 @@ from npmoe.errors import DeviceError
 from npmoe.runtime import device
 from npmoe.runtime.device import (
     PARALLEL_WORK,
+    CudaKernel,
     cpu_threads,
     free_memory,
     jit,
+    numba_cuda,
     parallel_ranges,
     resolve_device,
     to_device,
@@ -148,9 +152,53 @@ def test_compiled_functions_call_each_other() -> None:
     assert _double(np.float32(3)) == 6
 
 
+def test_without_numba_cuda_its_kernels_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    monkeypatch.setattr("numba.config.ENABLE_CUDASIM", 0)
+    numba_cuda.cache_clear()
+    with pytest.raises(DeviceError, match=r"numba-cuda is not installed.*cuda13"):
+        numba_cuda()
+
+
+def test_a_kernel_runs_on_cupys_stream_and_waits_for_no_array(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OnDevice:
+        __cuda_array_interface__ = "an address"
+
+    launched = []
+
+    class Compiled:
+        def __getitem__(self, configuration: tuple) -> Any:
+            return lambda *arguments: launched.append((configuration, arguments))
+
+    stream = SimpleNamespace(ptr=7)
+    fake_cuda = SimpleNamespace(
+        external_stream=lambda ptr: f"stream {ptr}",
+        as_cuda_array=lambda array, sync: (array, sync),
+    )
+    monkeypatch.setattr("numba.config.ENABLE_CUDASIM", 0)
+    monkeypatch.setattr(device, "numba_cuda", lambda: fake_cuda)
+    current = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
+    monkeypatch.setattr(device, "cupy", lambda: current)
+    kernel = CudaKernel(lambda x: x, {})
+    monkeypatch.setattr(kernel, "_dispatcher", Compiled())
+    array, scalar = OnDevice(), np.float32(3)
+    kernel.launch((2, 3), 64, array, scalar)
+    stream.ptr = 0
+    kernel.launch(1, 32, scalar)
+    assert launched == [
+        (((2, 3), 64, "stream 7"), ((array, False), scalar)),
+        ((1, 32, 0), (scalar,)),
+    ]
+
+
 def test_importing_npmoe_loads_neither_numba_nor_cupy_and_is_quick() -> None:
     code = (
-        "import sys, time; start = time.perf_counter(); import npmoe, npmoe.ops.linear; "
+        "import sys, time; start = time.perf_counter(); import npmoe; "
+        "import npmoe.ops.linear, npmoe.ops.route, npmoe.ops.group, npmoe.kv.tables; "
         "assert not {'numba', 'cupy', 'torch'} & set(sys.modules); "
         "print(time.perf_counter() - start)"
     )
