@@ -44,12 +44,14 @@ __device__ __forceinline__ int source_row(int r, int rows) {
 
 // Eight E2M1 codes, column i at bit 4 i, as the word that `multiply` unpacks.
 __device__ __forceinline__ u32 fragment_word(u32 nibbles) {
-  constexpr int SIGN[4] = {15, 12, 14, 13}, MAGNITUDE[4] = {9, 6, 3, 0};
+  // Of pairs 0 to 3, the even column: sign, exponent, mantissa; the odd one's are 16 bits on.
+  constexpr int PLACES[4][4] = {{15, 8, 7, 6}, {21, 14, 13, 12}, {9, 2, 1, 0}, {11, 4, 3, 10}};
   u32 word = 0;
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    u32 code = nibbles >> 4 * i & 15u;
-    word |= (code >> 3 << SIGN[i / 2] | (code & 7u) << MAGNITUDE[i / 2]) << 16 * (i % 2);
+  for (int column = 0; column < 8; column++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      word |= (nibbles >> (4 * column + 3 - i) & 1u) << (PLACES[column / 2][i] + column % 2 * 16) % 32;
   }
   return word;
 }
