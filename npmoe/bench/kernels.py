@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from npmoe.bench.bandwidth import read_bandwidth
-from npmoe.bench.measure import BenchOptions
+from npmoe.bench.measure import BenchOptions, check_options
 from npmoe.bench.on_gpu import GpuSetup, pages_for
 from npmoe.bench.subject import Subject, check_subject, weights_of
 from npmoe.bench.timing import replay_ms
@@ -38,7 +38,9 @@ def kernel_times(
 
     A chain is one CUDA graph. Before each replay a buffer larger than L2 is written, so that
     weights come from memory. bandwidth: bytes a second, measured if None.
+    Raises ValueError for an option out of range, and what `check_subject` raises.
     """
+    check_options(subject, options, "cuda")
     spec, batch = subject.spec, options.batch
     tokens = batch * pages_for(spec, options.context, options.page_size) * options.page_size
     check_subject(subject, options.weights, options.kv_cache, tokens, "cuda")

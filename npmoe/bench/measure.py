@@ -6,6 +6,7 @@ from typing import Any
 from npmoe.bench import on_cpu, on_gpu
 from npmoe.bench.bandwidth import read_bandwidth
 from npmoe.bench.check import tokens_checked
+from npmoe.bench.record import gpu_name
 from npmoe.bench.subject import Subject, check_subject, weights_of
 from npmoe.bench.traffic import Traffic, step_traffic
 from npmoe.config import EngineConfig, KVCacheConfig, WeightsPolicy
@@ -36,7 +37,7 @@ def measure(subject: Subject, options: BenchOptions, device: str) -> dict[str, A
     Every sequence of a batch gets one token a step: ms_per_token and bytes_per_token are a step's.
     Raises ValueError for an option out of range, and what `check_subject` raises.
     """
-    _check_options(subject, options, device)
+    check_options(subject, options, device)
     if device == "cuda":
         pages = on_gpu.pages_for(subject.spec, options.context, options.page_size)
     else:
@@ -49,16 +50,15 @@ def measure(subject: Subject, options: BenchOptions, device: str) -> dict[str, A
     traffic, results = run(subject, weights, options)
     each = results["ms_per_token"]
     floor = 1e3 * traffic.total / bandwidth
-    kv = options.kv_cache
+    halves = [options.kv_cache.key_format, options.kv_cache.value_format]
     formats = subject.chosen(options.weights)
     same = len(set(formats.values())) == 1
     return {
         "shape": subject.name,
         "device": device,
+        **({"gpu": gpu_name()} if device == "cuda" else {}),
         "weights": next(iter(formats.values())) if same else formats,
-        "kv": kv.key_format
-        if kv.key_format == kv.value_format
-        else [kv.key_format, kv.value_format],
+        "kv": halves[0] if halves[0] == halves[1] else halves,
         "batch": options.batch,
         "context": options.context,
         "page_size": options.page_size,
@@ -71,7 +71,8 @@ def measure(subject: Subject, options: BenchOptions, device: str) -> dict[str, A
     }
 
 
-def _check_options(subject: Subject, options: BenchOptions, device: str) -> None:
+def check_options(subject: Subject, options: BenchOptions, device: str) -> None:
+    """Raises ValueError with the name and the legal range of an option out of it."""
     longest = subject.spec.max_positions
     if not 1 <= options.context <= longest:
         raise ValueError(f"context = {options.context}: legal values are 1 to {longest}")

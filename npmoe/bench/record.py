@@ -25,8 +25,7 @@ def environment(device: str, repository: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if device == "cuda":
         runtime = cupy().cuda.runtime
-        gpu = cupy().cuda.Device().id
-        found["gpu"] = runtime.getDeviceProperties(gpu)["name"].decode()
+        found["gpu"] = gpu_name()
         found["driver"] = driver_version()
         versions["cupy"] = cupy().__version__
         versions["cuda_runtime"] = runtime.runtimeGetVersion()
@@ -37,6 +36,12 @@ def environment(device: str, repository: Path) -> dict[str, Any]:
     found["commit"] = _output("git", "-C", str(repository), "describe", "--always", "--dirty")
     found["date"] = datetime.date.today().isoformat()
     return found
+
+
+def gpu_name() -> str:
+    """The current GPU, such as NVIDIA H200."""
+    properties = cupy().cuda.runtime.getDeviceProperties(cupy().cuda.Device().id)
+    return properties["name"].decode()
 
 
 def driver_version(proc: Path = PROC_DRIVER) -> str | None:

@@ -96,7 +96,7 @@ def test_bad_arguments(
 
 def test_a_gpu(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
     record = bench(capsys, "--shape", "tiny", "--context", 40, "--check", *FP4)
-    assert record["device"] == "cuda"
+    assert (record["device"], record["gpu"]) == ("cuda", "NVIDIA Imagined 1")
     assert record["graphs"]
     assert record["ms_per_token"] == LAUNCHES
     assert record["host_gap_pct"] > 0
@@ -156,4 +156,6 @@ def test_kernels_by_themselves(gpu: FakeGPU) -> None:
     assert by_name["attention_fp4"].num_bytes == 40 * 2 * 64 * 9 / 16 + 2 * 64 * 4
     assert by_name["route"].num_bytes == 8 * 256 * 2 + 256 * 4
     assert "14.000 ms in all" in table(times, 1e9)
+    with pytest.raises(ValueError, match="context = 0"):
+        kernel_times(named_shape("tiny"), BenchOptions(context=0))
     assert as_records(times)[1]["kernel"] == "qkv_fp4"
