@@ -1,4 +1,4 @@
-"""The command line: `npmoe generate | chat | info | convert`.
+"""The command line: `npmoe generate | chat | info | convert | bench`.
 
 What a program reads goes to standard output, everything for the person who waits to standard error.
 Exit codes: 0; 2 for bad input, with one line on standard error; 130 after Ctrl-C; 141 when the
@@ -17,14 +17,23 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from npmoe import __version__
-from npmoe.config import KV_FORMATS, WEIGHT_FORMATS, WEIGHT_PARTS, KVCacheConfig, parse_weights
+from npmoe.bench import command as bench_command
+from npmoe.bench.measure import describe_record, measure
+from npmoe.config import (
+    KV_FORMATS,
+    WEIGHT_FORMATS,
+    WEIGHT_PARTS,
+    KVCacheConfig,
+    formats_by_part,
+    parse_weights,
+)
 from npmoe.engine.output import Completion
 from npmoe.errors import NpmoeError, PromptError, TokenizerError
 from npmoe.llm import LLM, shipped_model
 from npmoe.models.convert import convert_checkpoint
 from npmoe.models.stored import open_model
 from npmoe.models.summary import EXAMPLE_MEMORY_GB, Memory, describe, summarize
-from npmoe.runtime.device import free_memory
+from npmoe.runtime.device import free_memory, resolve_device
 from npmoe.runtime.progress import say, say_end_of_line
 from npmoe.runtime.terminal import print_pieces, read_lines
 from npmoe.sampling import SamplingParams
@@ -137,6 +146,17 @@ def _parser() -> _Parser:
     convert.add_argument("--quiet", action="store_true", help="no progress bar")
     _add_ignored_keys(convert)
     convert.set_defaults(run=_convert)
+
+    bench = commands.add_parser("bench", help="time of a decode step, beside its floor")
+    bench_command.add_arguments(bench)
+    bench.add_argument("--device", default="auto", metavar="D", help="auto, cpu or cuda")
+    bench.add_argument("--check", action="store_true", help="compare tokens with NumPy's (GPU)")
+    bench.add_argument(
+        "--nvtx", action="store_true", help="steps in NVTX ranges, without graphs, for a profiler"
+    )
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_ignored_keys(bench)
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -191,25 +211,12 @@ def _load(args: argparse.Namespace) -> LLM:
         return LLM(
             args.model,
             device=args.device,
-            weights=_by_part(args.weights),
-            kv_cache=_kv_cache(args.kv_cache),
+            weights=formats_by_part(args.weights),
+            kv_cache=KVCacheConfig.parse(args.kv_cache),
             max_seq_len=args.max_seq_len,
             ignore_config_keys=args.ignore_config_key,
             progress=not args.quiet,
         )
-
-
-def _kv_cache(text: str) -> KVCacheConfig:
-    formats = tuple(text.split(","))
-    return KVCacheConfig.parse(formats if len(formats) == 2 else text)
-
-
-def _by_part(text: str) -> dict[str, str]:
-    """A format for every part, or `part=format,part=format`."""
-    if "=" not in text:
-        return dict.fromkeys(WEIGHT_PARTS, text)
-    pairs = [pair.partition("=") for pair in text.split(",")]
-    return {part.strip().replace("-", "_"): name.strip() for part, _, name in pairs}
 
 
 def _prompt(args: argparse.Namespace) -> str | list[int]:
@@ -336,7 +343,7 @@ def _convert(args: argparse.Namespace) -> None:
     if not chosen and args.weights is None:
         raise UsageError("nothing to convert: pass --weights F or a part, such as --experts fp4")
     with _as_usage_errors():
-        policy = parse_weights(_by_part(args.weights or "native") | chosen)
+        policy = parse_weights(formats_by_part(args.weights or "native") | chosen)
         formats = convert_checkpoint(
             args.source,
             args.target,
@@ -346,3 +353,12 @@ def _convert(args: argparse.Namespace) -> None:
         )
     written = ", ".join(f"{part} {name}" for part, name in formats.items())
     say(f"wrote {args.target}: {written}", args.quiet)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    with _as_usage_errors():
+        options = bench_command.read_options(args, args.nvtx, args.check)
+        ignored = tuple(args.ignore_config_key)
+        subject = bench_command.read_subject(args, shipped_model(), ignored)
+        record = measure(subject, options, resolve_device(args.device))
+    print(json.dumps(record) if args.json else describe_record(record))

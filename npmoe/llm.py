@@ -73,6 +73,7 @@ class LLM:
         memory_fraction: float = 0.5,
         ignore_config_keys: Iterable[str] = (),
         progress: bool = True,
+        nvtx: bool = False,
     ) -> None:
         """Loads a checkpoint.
 
@@ -88,6 +89,8 @@ class LLM:
         prefill_chunk: most prompt tokens of one step.
         ignore_config_keys: config.json keys that you know to have no effect.
         progress: bars and messages on standard error.
+        nvtx: on a GPU, marks each step, layer and op as an NVTX range for a profiler; steps run
+        without CUDA graphs then, and slower.
 
         Raises CheckpointError, UnsupportedModel, TokenizerError, OutOfMemory, DeviceError, and
         ValueError for an argument out of range.
@@ -107,6 +110,9 @@ class LLM:
                 f"ignore_config_keys = {ignore_config_keys!r}: expected a list of keys"
             )
         self.device = resolve_device(device)
+        if nvtx and self.device == "cpu":
+            raise ValueError("nvtx = True: NVTX ranges are drawn on a GPU; on the CPU leave it out")
+        self._nvtx = nvtx
         opened = open_model(shipped_model() if path is None else path, tuple(ignore_config_keys))
         self.config = opened.config
         self.spec = opened.spec
@@ -184,7 +190,7 @@ class LLM:
         scratch_pages = 1 if isinstance(model, GpuModel) else 0
         cache = _make_cache(spec, num_pages + scratch_pages, size, kv, self.device)
         if isinstance(model, GpuModel):
-            model.bind(cache.layers, pages_each)
+            model.bind(cache.layers, pages_each, self._nvtx)
         short = "" if self.max_seq_len == wanted else f" (the model allows {wanted:,})"
         say(
             f"context {self.max_seq_len:,} tokens{short}, KV cache {kv.key_format}/"

@@ -17,7 +17,7 @@ RANKS = {
     **dict.fromkeys(("runtime", "formats", "tokenizer"), 1),
     **dict.fromkeys(("ops", "checkpoint"), 2),
     **dict.fromkeys(("batch", "kv"), 3),
-    **{"models": 4, "engine": 5, "llm": 6},
+    **{"models": 4, "engine": 5, "llm": 6, "bench": 6},
     **{"cli": 7, "server": 7, "__main__": 8},
 }
 every_module = pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))

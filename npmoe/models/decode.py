@@ -19,12 +19,13 @@ from npmoe.models.stream import Stream
 from npmoe.ops.experts import PLAIN
 from npmoe.ops.quantize import KVPages
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
+from npmoe.runtime import nvtx
 from npmoe.runtime.device import cupy
 from npmoe.runtime.launch import launch
-from npmoe.runtime.nvrtc import bulk, kernel
+from npmoe.runtime.nvrtc import bulk, kernel, named_codes
 
-W_CODES = {"bf16": 0, "fp4": 1}
-KV_CODES = {"bf16": 0, "fp4": 1}
+W_CODES = named_codes({"bf16": 0, "fp4": 1})
+KV_CODES = named_codes({"bf16": 0, "fp4": 1})
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ class DecodeStep:
             self.history.shape[1],
         )
         for i in range(len(self.spec.layers)):
-            self._layer(i)
+            with nvtx.annotate(f"layer {i}"):
+                self._layer(i)
         head = w["lm_head"]
         function, threads, shared = self._gemv("lm_head", head)
         launch(

@@ -20,7 +20,7 @@ from npmoe.models.parameters import ROUTER, TABLE, Parameter
 from npmoe.models.specs import ModelSpec
 from npmoe.ops.quantize import KVPages
 from npmoe.runtime.device import cupy
-from npmoe.runtime.graphs import Graph
+from npmoe.runtime.graphs import Eager, Graph
 
 BUCKETS = (1, 2, 4, 8)
 
@@ -102,7 +102,7 @@ class GpuModel:
     def __init__(self, spec: ModelSpec, weights: dict[str, Any]) -> None:
         """weights: parameter name -> float32 vector, or what `prepare_for_gpu` gave."""
         self.spec, self.weights = spec, weights
-        self._steps: dict[int, tuple[DecodeStep, Graph]] = {}
+        self._steps: dict[int, tuple[DecodeStep, Graph | Eager]] = {}
         self._cache: list[tuple[KVPages, KVPages]] | None = None
 
     @property
@@ -110,11 +110,14 @@ class GpuModel:
         """Bytes of all weights on the device."""
         return sum(w.nbytes for w in self.weights.values())
 
-    def bind(self, cache: list[tuple[KVPages, KVPages]], max_pages: int) -> None:
+    def bind(
+        self, cache: list[tuple[KVPages, KVPages]], max_pages: int, nvtx: bool = False
+    ) -> None:
         """Fixes the cache that graphs will use; its last page is a scratch page, for unused rows.
 
-        max_pages: the most pages of a sequence.
+        max_pages: the most pages of a sequence. nvtx: steps run in NVTX ranges, without graphs.
         """
+        self._make = Eager if nvtx else Graph
         self._cache, self._max_pages = cache, max_pages
         self._scratch_page = cache[0][0].codes.shape[0] - 1
         self._steps.clear()
@@ -156,10 +159,10 @@ class GpuModel:
         graph.stream.synchronize()
         return step
 
-    def _step(self, seqs: int) -> tuple[DecodeStep, Graph]:
+    def _step(self, seqs: int) -> tuple[DecodeStep, Graph | Eager]:
         if seqs not in self._steps:
             assert self._cache is not None
             table = cupy().full((seqs, self._max_pages), self._scratch_page, np.int32)
             step = DecodeStep(self.spec, self.weights, self._cache, table)
-            self._steps[seqs] = step, Graph(step.enqueue)
+            self._steps[seqs] = step, self._make(step.enqueue)
         return self._steps[seqs]
