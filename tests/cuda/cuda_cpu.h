@@ -474,3 +474,9 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fdividef(float a, float b) { return a / b; }
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+  auto one = [](__half x, __half y, __half z) {
+    return __double2half(double(float(x)) * float(y) + float(z));
+  };
+  return {one(a.x, b.x, c.x), one(a.y, b.y, c.y)};
+}
