@@ -47,9 +47,6 @@ struct Operands {
 };
 
 __device__ __forceinline__ __half2 halves(u32 pair) { return *reinterpret_cast<__half2*>(&pair); }
-__device__ __forceinline__ Operands operands(const u32 (&low)[4], const u32 (&high)[4]) {
-  return {make_uint4(low[0], high[0], low[1], high[1]), make_uint4(low[2], high[2], low[3], high[3])};
-}
 // The 8 bytes of g in an array [8][8 bytes].
 template <class Load>
 __device__ __forceinline__ uint2 eight_bytes(const u8* array, int g, Load load) {
@@ -217,20 +214,25 @@ struct Weights<W_NVFP4> : E2M1 {
   }
 };
 
+// Operands are 2^-9 times nibble less zero point. As fp16 bits a nibble n is the subnormal n 2^-24,
+// and four bits further left n 2^-20.
 struct Int4 : FourBits {
-  static constexpr float FORMAT_SCALE = 1.f;
+  static constexpr float FORMAT_SCALE = 512.f;
   __device__ __forceinline__ Int4(const u8* record) : FourBits(record) {}
-  // Nibbles less the zero point; 1024 + zero comes in both halves. Under the bits 0x6400 a nibble n
-  // is the fp16 number 1024 + n, and four bits further left 1024 + 16 n.
-  static __device__ __forceinline__ void subtract(u32 v, u32 zero, u32 (&pairs)[4]) {
-    __half2 offset = __hsub2(halves(0x63806380u), halves(zero));  // 960 - (1024 + zero)
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      u32 u = v >> (8 * i);
-      pairs[2 * i] = bits(__hsub2(halves((u & 0x000F000Fu) | 0x64006400u), halves(zero)));
-      pairs[2 * i + 1] = bits(
-          __hfma2(halves((u & 0x00F000F0u) | 0x64006400u), halves(0x2C002C00u), offset));
-    }
+  // low, high: -2^-9 times the zero points of rows g and g + 8, in both halves.
+  template <class Load>
+  __device__ __forceinline__ Operands decode(int group, Load load, __half2 low, __half2 high) {
+    uint2 word = words(group, load);
+    return {step(word.x, word.y, low, high), step(word.x >> 8, word.y >> 8, low, high)};
+  }
+  static __device__ __forceinline__ uint4 step(u32 v, u32 w, __half2 low, __half2 high) {
+    return make_uint4(first(v, low), first(w, high), second(v, low), second(w, high));
+  }
+  static __device__ __forceinline__ u32 first(u32 v, __half2 offset) {
+    return bits(__hfma2(halves(v & 0x000F000Fu), halves(0x78007800u), offset));  // times 2^15
+  }
+  static __device__ __forceinline__ u32 second(u32 v, __half2 offset) {
+    return bits(__hfma2(halves(v & 0x00F000F0u), halves(0x68006800u), offset));  // times 2^11
   }
 };
 
@@ -240,10 +242,8 @@ struct Weights<W_INT4> : HalfScales<Int4> {
   using HalfScales::HalfScales;
   template <class Load>
   __device__ __forceinline__ Operands decode(int group, Load load) {
-    uint2 word = words(group, load);
-    u32 low[4], high[4];
-    subtract(word.x, 0x64086408u, low), subtract(word.y, 0x64086408u, high);
-    return operands(low, high);
+    __half2 offset = halves(0xA400A400u);  // -2^-9 times 8
+    return Int4::decode(group, load, offset, offset);
   }
 };
 
@@ -256,14 +256,11 @@ struct Weights<W_INT4_ASYM> : HalfScales<Int4> {
       : HalfScales(record, load), zeros(eight_bytes(record + 1152, g, load)) {}
   template <class Load>
   __device__ __forceinline__ Operands decode(int group, Load load) {
-    uint2 word = words(group, load);
-    u32 low[4], high[4];
-    subtract(word.x, zero(zeros.x, group), low), subtract(word.y, zero(zeros.y, group), high);
-    return operands(low, high);
+    return Int4::decode(group, load, offset(zeros.x, group), offset(zeros.y, group));
   }
-  // 1024 + byte i, in both halves.
-  static __device__ __forceinline__ u32 zero(u32 bytes, int i) {
-    return __byte_perm(bytes, 0x64u, 0x4040 + i * 0x0101);
+  static __device__ __forceinline__ __half2 offset(u32 bytes, int i) {
+    u32 zero = __byte_perm(bytes, 0, 0x4040 + i * 0x0101);  // byte i in both halves
+    return __hmul2(halves(zero), halves(0xF800F800u));      // times -2^15
   }
 };
 
