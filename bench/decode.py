@@ -21,8 +21,8 @@ import numpy as np
 
 import npmoe
 from npmoe.config import KVCacheConfig, RopeConfig
-from npmoe.formats.fragments import LAYOUT, RECORD_BYTES, ROWS
-from npmoe.formats.quant_tensor import QuantTensor
+from npmoe.formats.fragments import COLUMNS, LAYOUT, RECORDS, ROWS, to_fragments
+from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.kv.storage import KVCache, kv_bytes_per_token
 from npmoe.models import decode
 from npmoe.models.decode import DecodeStep, Tuning
@@ -63,15 +63,12 @@ def random_bf16(*shape: int, scale: float = 1.0) -> Any:
 
 
 def random_matrix(weight_format: str, shape: tuple[int, ...]) -> QuantTensor:
-    """A weight in fragments with random codes and scales of a plausible size."""
+    """A weight in fragments, each record a random one of 1024."""
     *lead, rows, columns = shape
-    grid = (*lead, -(-rows // ROWS), columns // 128)
-    if weight_format == "bf16":
-        records = random_bf16(*grid, RECORD_BYTES["bf16"] // 2, scale=0.02).view(cp.uint8)
-    else:
-        records = cp.random.randint(0, 256, (*grid, RECORD_BYTES["fp4"]), dtype=cp.uint8)
-        scales = cp.random.random((*grid, 64), dtype=cp.float32) * 0.01 + 0.005
-        records[..., 1024:] = scales.astype(cp.float16).view(cp.uint8)
+    grid = (*lead, -(-rows // ROWS), columns // COLUMNS)
+    some = cp.random.standard_normal((32 * ROWS, 32 * COLUMNS), dtype=cp.float32) * 0.02
+    pool = to_fragments(quantize(some, weight_format)).codes.reshape(32 * 32, -1)
+    records = pool[cp.random.randint(0, len(pool), grid)]
     return QuantTensor(weight_format, shape, records, layout=LAYOUT)
 
 
@@ -213,7 +210,7 @@ def main() -> None:
     """Measures one configuration, prints it, and appends it to the results file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--weights", choices=RECORD_BYTES, default="fp4")
+    parser.add_argument("--weights", choices=RECORDS, default="fp4")
     parser.add_argument("--kv", choices=("bf16", "fp4"), default="fp4")
     parser.add_argument("--batch", type=int, choices=(1, 2, 4, 8), default=1)
     parser.add_argument("--context", type=int, default=1024)

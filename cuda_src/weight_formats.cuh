@@ -47,11 +47,10 @@ struct Operands {
 };
 
 __device__ __forceinline__ __half2 halves(u32 pair) { return *reinterpret_cast<__half2*>(&pair); }
-// The 8 bytes of g in an array [8][8 bytes].
-template <class Load>
-__device__ __forceinline__ uint2 eight_bytes(const u8* array, int g, Load load) {
-  uint4 both = load(array + g / 2 * 16);
-  return g % 2 ? make_uint2(both.z, both.w) : make_uint2(both.x, both.y);
+// Fewer than the 16 bytes that `load` brings.
+template <class T>
+__device__ __forceinline__ T read(const u8* p) {
+  return *reinterpret_cast<const T*>(p);
 }
 
 // Weights<FORMAT>: how a lane reads one record, group after group in order.
@@ -97,19 +96,17 @@ template <>
 struct Weights<W_FP8> : Record {
   static constexpr int RECORD_BYTES = 2048 + 64, GROUPS_A_SCALE = 4;
   static constexpr float FORMAT_SCALE = 256.f;
-  uint2 scales;
+  float2 scales;
   template <class Load>
-  __device__ __forceinline__ Weights(const u8* record, Load load)
-      : Record(record), scales(eight_bytes(record + 2048, g, load)) {}
+  __device__ __forceinline__ Weights(const u8* record, Load)
+      : Record(record), scales(read<float2>(record + 2048 + g * 8)) {}
   template <class Load>
   __device__ __forceinline__ Operands decode(int group, Load load) {
     uint4 v = load(record + group * 512 + lane * 16);
     return {make_uint4(outer(v.x), outer(v.z), inner(v.x), inner(v.z)),
             make_uint4(outer(v.y), outer(v.w), inner(v.y), inner(v.w))};
   }
-  __device__ __forceinline__ float2 scale(int) const {
-    return make_float2(__uint_as_float(scales.x), __uint_as_float(scales.y));
-  }
+  __device__ __forceinline__ float2 scale(int) const { return scales; }
   static __device__ __forceinline__ u32 outer(u32 v) { return v & 0xBF80BF80u; }
   static __device__ __forceinline__ u32 inner(u32 v) {
     return ((v << 1) & 0x80008000u) | ((v << 7) & 0x3F803F80u);
@@ -168,8 +165,8 @@ struct Weights<W_MXFP4> : E2M1 {
   static constexpr int RECORD_BYTES = 1024 + 64, GROUPS_A_SCALE = 1;
   uint2 scales;
   template <class Load>
-  __device__ __forceinline__ Weights(const u8* record, Load load)
-      : E2M1(record), scales(eight_bytes(record + 1024, g, load)) {}
+  __device__ __forceinline__ Weights(const u8* record, Load)
+      : E2M1(record), scales(read<uint2>(record + 1024 + g * 8)) {}
   __device__ __forceinline__ float2 scale(int group) const {
     return make_float2(power(scales.x, group), power(scales.y, group));
   }
@@ -189,11 +186,10 @@ struct Weights<W_NVFP4> : E2M1 {
   uint2 scales;
   float global_scale;
   template <class Load>
-  __device__ __forceinline__ Weights(const u8* record, Load load) : E2M1(record) {
-    uint4 both = load(record + 1024 + g * 16);
-    scales = lane & 2 ? make_uint2(both.z, both.w) : make_uint2(both.x, both.y);
-    global_scale = __uint_as_float(load(record + 1152).x);
-  }
+  __device__ __forceinline__ Weights(const u8* record, Load)
+      : E2M1(record),
+        scales(read<uint2>(record + 1024 + lane / 2 * 8)),
+        global_scale(read<float>(record + 1152)) {}
   template <class Load>
   __device__ __forceinline__ Operands decode(int group, Load load) {
     Operands a = E2M1::decode(group, load);
@@ -253,7 +249,7 @@ struct Weights<W_INT4_ASYM> : HalfScales<Int4> {
   uint2 zeros;
   template <class Load>
   __device__ __forceinline__ Weights(const u8* record, Load load)
-      : HalfScales(record, load), zeros(eight_bytes(record + 1152, g, load)) {}
+      : HalfScales(record, load), zeros(read<uint2>(record + 1152 + g * 8)) {}
   template <class Load>
   __device__ __forceinline__ Operands decode(int group, Load load) {
     return Int4::decode(group, load, offset(zeros.x, group), offset(zeros.y, group));

@@ -88,10 +88,10 @@ def with_row_scales(w: QuantTensor) -> QuantTensor:
             f"not for {block_columns}"
         )
     xp = array_namespace(w.codes)
-    block_of = xp.arange(0, columns, width) // block_columns
+    row, column = xp.arange(rows)[:, None] // block_rows, xp.arange(0, columns, width)
 
     def spread(a: Array) -> Array:
-        return xp.repeat(a, block_rows, axis=-2)[..., :rows, :][..., block_of]
+        return a[..., row, column // block_columns]
 
     zeros = None if w.zeros is None else spread(w.zeros)
     return replace(w, scales=spread(w.scales), zeros=zeros, block=(1, width))
