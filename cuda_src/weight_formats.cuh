@@ -26,7 +26,7 @@
 // Numerics: every weight is exact in the 16 bits that are multiplied, up to its scale and a power of
 // two, FORMAT_SCALE. E4M3 or E2M1 magnitude bits under fp16's sign are the value times 2^-8 or 2^-14,
 // subnormals included. E2M1 times E4M3 (nvfp4) has 6 bits of mantissa. The E8M0 code 0 (2^-127)
-// counts as zero, the NaN codes of E4M3 as 480.
+// counts as zero; NaN codes count as 480 (E4M3) and as infinite (E8M0).
 #pragma once
 #include "common.cuh"
 
