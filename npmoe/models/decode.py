@@ -12,7 +12,7 @@ import numpy as np
 
 from npmoe.dtypes import Array
 from npmoe.errors import UnsupportedModel
-from npmoe.formats.fragments import COLUMNS, ROWS
+from npmoe.formats.fragments import COLUMNS, RECORDS, ROWS
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models.specs import ExpertSpec, ModelSpec
 from npmoe.models.stream import Stream
@@ -24,7 +24,7 @@ from npmoe.runtime.device import cupy
 from npmoe.runtime.launch import launch
 from npmoe.runtime.nvrtc import bulk, kernel, named_codes
 
-W_CODES = named_codes({"bf16": 0, "fp4": 1})
+W_CODES = named_codes({name: record.code for name, record in RECORDS.items()})
 KV_CODES = named_codes({"bf16": 0, "fp4": 1})
 
 
@@ -212,7 +212,6 @@ class DecodeStep:
         gate_up, down = w["gate_up_proj"], w["down_proj"]
         hidden, width, router = self.spec.hidden_size, down.shape[-1], mlp.router
         macros = {
-            "W_FORMAT": W_CODES[gate_up.format],
             "HIDDEN": hidden,
             "WIDTH": width,
             "EXPERTS": router.num_experts,
@@ -222,8 +221,9 @@ class DecodeStep:
         top_k, blocks = router.top_k, self.blocks
         tiles = -(-top_k * 2 * width // ROWS // blocks)
         stream = self._stream(gate_up.format, hidden // COLUMNS, 1, 1, tiles)
+        form = {"W_FORMAT": W_CODES[gate_up.format]}
         launch(
-            kernel("experts", "gate_up", **macros, **stream.macros()),
+            kernel("experts", "gate_up", **macros, **form, **stream.macros()),
             (self.blocks, self.seqs),
             32 * stream.warps,
             self.hidden,
@@ -236,8 +236,9 @@ class DecodeStep:
         )
         tiles = -(-(hidden // ROWS) // blocks)
         stream = self._stream(down.format, width // COLUMNS, top_k, 1, tiles)
+        form = {"W_FORMAT": W_CODES[down.format]}
         launch(
-            kernel("experts", "down", **macros, **stream.macros()),
+            kernel("experts", "down", **macros, **form, **stream.macros()),
             (self.blocks, self.seqs),
             32 * stream.warps,
             self.x,

@@ -13,7 +13,7 @@ from npmoe.batch import Batch
 from npmoe.config import KVCacheConfig, WeightsPolicy
 from npmoe.dtypes import Array, array_namespace
 from npmoe.errors import UnsupportedModel
-from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, to_fragments
+from npmoe.formats.fragments import COLUMNS, RECORDS, to_fragments, with_row_scales
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models.decode import KV_CODES, DecodeStep, check_decode_spec
 from npmoe.models.parameters import ROUTER, TABLE, Parameter
@@ -39,9 +39,10 @@ def check_gpu_support(
             raise UnsupportedModel(
                 f"the GPU reads a {part} in bf16, this checkpoint has {target}; use device='cpu'"
             )
-        if part not in (ROUTER, TABLE) and target not in RECORD_BYTES:
+        if part not in (ROUTER, TABLE) and target not in RECORDS:
             raise UnsupportedModel(
-                f"no GPU kernel reads {target} weights ({part}) yet; pass weights='fp4' or 'bf16'"
+                f"no GPU kernel reads {target} weights ({part}); choose one of "
+                f"{', '.join(RECORDS)} with weights={{{part!r}: ...}}, or use device='cpu'"
             )
     for name in (kv.key_format, kv.value_format):
         if name not in KV_CODES or (name == "fp4" and kv.group_size != 32):
@@ -56,8 +57,9 @@ def prepare_for_gpu(parameter: Parameter, w: QuantTensor) -> QuantTensor | Array
     as fragments; expert gate and up rows alternate, widths padded to 128 with zeros."""
     if parameter.part in (ROUTER, TABLE):
         return w.codes
+    w = with_row_scales(w)  # of blocks of rows nothing is left when rows move
     if parameter.part == "experts" and parameter.name.endswith("gate_up_proj"):
-        return to_fragments(_pad_columns(_alternate(w)))
+        w = _alternate(w)
     return to_fragments(_pad_columns(w))
 
 
@@ -77,7 +79,8 @@ def _alternate(w: QuantTensor) -> QuantTensor:
         out[..., : rows // 2, :, :] = xp.swapaxes(halves, -2, -3)
         return out.reshape(*lead, 2 * width, a.shape[-1])
 
-    return replace(w.map_arrays(pair), shape=(*lead, 2 * width, columns))
+    changed = {name: pair(a) for name, a in w.arrays().items() if name != "global_scale"}
+    return replace(w, shape=(*lead, 2 * width, columns), **changed)
 
 
 def _pad_columns(w: QuantTensor) -> QuantTensor:
@@ -88,12 +91,18 @@ def _pad_columns(w: QuantTensor) -> QuantTensor:
     if target == columns:
         return w
 
-    def widen(a: Array) -> Array:
-        out = xp.zeros((*lead, a.shape[-1] * target // columns), a.dtype)
+    def widen(a: Array, width: int) -> Array:
+        out = xp.zeros((*a.shape[:-1], width), a.dtype)
         out[..., : a.shape[-1]] = a
         return out
 
-    return replace(w.map_arrays(widen), shape=(*lead, target))
+    widths = {"codes": w.codes.shape[-1] * target // columns}
+    changed = {
+        name: widen(a, widths.get(name, target // w.block[1]))
+        for name, a in w.arrays().items()
+        if name != "global_scale"
+    }
+    return replace(w, shape=(*lead, target), **changed)
 
 
 class GpuModel:

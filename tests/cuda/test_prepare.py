@@ -135,17 +135,23 @@ def test_which_matrices_have_a_kernel(
     assert has_kernel(w, target) == expected
 
 
+@pytest.mark.parametrize("target", ["fp4", "fp8", "int4_asym", "nvfp4"])
 @pytest.mark.parametrize("part_bytes", [1, 40_000, 1 << 30])
 @pytest.mark.parametrize(("name", "part", "shape"), SHAPES)
 def test_array_code_in_parts_gives_the_same(
-    monkeypatch: pytest.MonkeyPatch, name: str, part: str, shape: tuple[int, ...], part_bytes: int
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    part: str,
+    shape: tuple[int, ...],
+    part_bytes: int,
+    target: str,
 ) -> None:
     """fp32 has no kernel: experts or rows are done a few at a time."""
     monkeypatch.setattr(prepare, "PART_BYTES", part_bytes)
     p = parameter(name, part, shape)
     w = quantize(values(3, shape), "fp32")
-    found = prepare_matrix(p, w, "fp4", np.zeros(1, np.int32))
-    expected = prepare_for_gpu(p, convert_parameter(p, w, {part: "fp4"}))
+    found = prepare_matrix(p, w, target, np.zeros(1, np.int32))
+    expected = prepare_for_gpu(p, convert_parameter(p, w, {part: target}))
     assert isinstance(found, QuantTensor)
     assert isinstance(expected, QuantTensor)
     assert (found.shape, found.layout) == (expected.shape, expected.layout)

@@ -144,6 +144,28 @@ def test_a_converted_checkpoint_is_laid_out_and_not_quantised_again(
 
 
 @needs_gxx
+@pytest.mark.parametrize("weights", ["fp8", "int4", "int4_asym", "mxfp4", "nvfp4"])
+def test_other_formats_are_converted_or_stored_with_the_same_outcome(
+    gpu: None, tmp_path: Path, weights: str
+) -> None:
+    policy = parse_weights(weights)
+    original = open_model(GOLDEN / "mixtral")
+    expected = expected_weights(original, weights)
+    assert_same(upload.load_on_gpu(original, chosen_formats(original, policy), True), expected)
+    convert_checkpoint(GOLDEN / "mixtral", tmp_path / weights, policy, quiet=True)
+    stored = open_model(tmp_path / weights)
+    assert_same(upload.load_on_gpu(stored, chosen_formats(stored, {}), True), expected)
+
+
+@needs_gxx
+def test_experts_that_are_stored_as_mxfp4_stay_so(gpu: None) -> None:
+    opened = open_model(GOLDEN / "gpt_oss")
+    found = upload.load_on_gpu(opened, chosen_formats(opened, {}), True)
+    assert found["layers.0.down_proj"].format == "mxfp4"
+    assert_same(found, expected_weights(opened, "native"))
+
+
+@needs_gxx
 def test_tensors_of_several_types_are_put_together_on_the_host(gpu: None, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(GOLDEN / "mixtral", tmp_path / "mixed"))
     tensors = read_safetensors(folder / "model.safetensors")
