@@ -56,9 +56,9 @@ struct Operands {
 struct OffsetOperands : Operands {
   uint4 offset;
   __device__ __forceinline__ void multiply(float (&c)[4], const uint4& b) const {
-    Operands::multiply(c, b);
     mma_bf16(c, offset, b.x, b.y);
     mma_bf16(c, offset, b.z, b.w);
+    Operands::multiply(c, b);
   }
 };
 

@@ -82,7 +82,9 @@ BLOCKS = 2
 
 PREPARED = [tuple(W_CODES[f] for f in pair) for pair in KERNELS]
 STATIC_BYTES = {"gate_up": 256, "down": 256}  # room for shared memory that is not dynamic
-SPILLS: dict[str, str] = {}  # by the compiler that setup.cfg pins
+SPILLS = {  # by the compiler that setup.cfg pins
+    "sm_120a-small-heads-int4-bf16-4": "lm_head spills 40 bytes",
+}
 
 
 def all_steps(known: dict[str, str]) -> pytest.MarkDecorator:
