@@ -13,32 +13,17 @@ import json
 import os
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from npmoe.bench.bandwidth import cpu_bandwidth
 from npmoe.dtypes import gigabytes
 from npmoe.llm import LLM, shipped_model
 from npmoe.models.stored import open_model
 from npmoe.models.summary import STORED, read_bytes
 from npmoe.sampling import SamplingParams
-
-READ_BYTES = 1 << 28
-READ_RUNS = 5
-
-
-def read_bandwidth(threads: int) -> float:
-    """Bytes a second that `threads` threads read together from main memory, the best of some."""
-    parts = [np.ones(READ_BYTES // 8 // threads, np.uint64) for _ in range(threads)]
-    best = float("inf")
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(READ_RUNS):
-            start = time.perf_counter()
-            list(pool.map(np.bitwise_or.reduce, parts))
-            best = min(best, time.perf_counter() - start)
-    return sum(part.nbytes for part in parts) / best
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -55,7 +40,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     each = statistics.median(t.time_per_output_token for t in timings)
     read = read_bytes(open_model(path), args.weights if args.weights != "native" else STORED, True)
     assert read is not None
-    bandwidth = read_bandwidth(args.threads)
+    bandwidth = cpu_bandwidth(args.threads)
     return {
         "machine": args.machine,
         "model": Path(path).name,

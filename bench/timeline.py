@@ -1,6 +1,6 @@
 """Where a decode step's time goes: clock stamps inside every kernel of one replay of the graph.
 
-    python bench/timeline.py qwen3-30b-a3b --weights fp4 --kv fp4 --context 1024
+    python bench/timeline.py --shape qwen3-30b-a3b --weights fp4 --kv-cache fp4 --context 1024
 
 Per kernel, in microseconds, averaged over the layers: from the end of the kernel before to this
 one's end, and the phases in between, each where the slowest block leaves it. Stamps cost a little:
@@ -12,15 +12,22 @@ from typing import Any
 
 import cupy as cp
 import numpy as np
-from decode import SHAPES, median_ms, model_spec, random_cache, random_weights
 
+from npmoe.bench import command
+from npmoe.bench.measure import BenchOptions, check_options
+from npmoe.bench.on_gpu import GpuSetup, pages_for
+from npmoe.bench.subject import Subject, check_subject, weights_of
+from npmoe.bench.timing import replay_ms
+from npmoe.llm import shipped_model
 from npmoe.models import decode
 from npmoe.models.decode import DecodeStep, Tuning
 from npmoe.runtime import nvrtc
+from npmoe.runtime.device import resolve_device
 from npmoe.runtime.graphs import Graph
 
 BLOCKS, LAUNCHES, STAMPS = 256, 128, 8
 PHASES = {0: "entered", 1: "prepared", 3: "waited", 2: "staged", 4: "synced", 5: "math", 6: "met"}
+KERNELS = ("qkv", "attention", "output", "route", "gate_up", "down")
 SKIP = 4  # layers at either end
 
 
@@ -40,42 +47,58 @@ def clear_stamps(module: Any) -> None:
         cp.ndarray((count,), kind, module.get_global(name))[...] = 0
 
 
-def timeline(options: argparse.Namespace) -> None:
-    """Prints the table."""
-    spec = model_spec(options.shape)
-    weights, _ = random_weights(spec, options.weights, options.batch)
-    cache, table, _ = random_cache(spec, options.kv, options.batch, options.context)
+def stamped_modules() -> dict[str, Any]:
+    """From now on steps get kernels with stamps; each kernel's module by name, as they are made."""
     modules: dict[str, Any] = {}
     original = decode.kernel
 
     def stamped(stem: str, name: str, **macros: int) -> Any:
         macros["STAMPS"] = 1
-        modules[name] = nvrtc._module(stem, tuple(sorted(macros.items())))
+        modules[name] = nvrtc._module(stem, name, tuple(sorted(macros.items())))
         return original(stem, name, **macros)
 
     decode.kernel = stamped
-    step = DecodeStep(spec, weights, cache.layers, table, tuning=Tuning(options.splits))
+    return modules
+
+
+def stamped_step(
+    subject: Subject, options: BenchOptions, splits: int | None
+) -> tuple[float, dict[str, np.ndarray]]:
+    """Milliseconds of a step, and the stamps of one by kernel.
+
+    Raises ValueError for an option out of range, and what `check_subject` raises.
+    """
+    check_options(subject, options, "cuda")
+    pages = options.batch * pages_for(subject.spec, options.context, options.page_size)
+    kv, size = options.kv_cache, options.page_size
+    check_subject(subject, options.weights, kv, pages * size, "cuda")
+    weights = weights_of(subject, options.weights, "cuda", options.quiet)
+    setup = GpuSetup.make(subject.spec, weights, kv, options.batch, size, options.context)
+    modules = stamped_modules()
+    cache, table = setup.cache.layers, setup.block_table
+    step = DecodeStep(subject.spec, weights, cache, table, tuning=Tuning(splits))
     graph = Graph(step.enqueue)
 
     def prepare() -> None:
-        with graph.stream:
-            step.seq_lens[...] = options.context - 1
+        step.seq_lens[...] = options.context - 1
 
-    whole = median_ms(graph, prepare)
-    for module in modules.values():
-        clear_stamps(module)
-    prepare()
+    milliseconds = replay_ms(graph, prepare)
+    with graph.stream:
+        for module in modules.values():
+            clear_stamps(module)
+        prepare()
     graph.replay()
     graph.stream.synchronize()
-    names = [n for n in ("qkv", "attention", "output", "route", "gate_up", "down") if n in modules]
-    stamps = {n: read_stamps(modules[n]) for n in names}
-    layers = range(SKIP, len(spec.layers) - SKIP)
-    print(f"{options.shape} {options.weights}/{options.kv} {options.context}: {1e3 * whole:.0f} us")
+    return milliseconds, {name: read_stamps(modules[name]) for name in KERNELS}
+
+
+def print_table(layers: range, stamps: dict[str, np.ndarray]) -> None:
+    """The phases of every kernel, the mean over these layers."""
     print("kernel      total" + "".join(f"{n:>16}" for n in PHASES.values()) + "      end min/max")
-    for i, name in enumerate(names):
+    for i, name in enumerate(KERNELS):
         rows = []
         for layer in layers:
-            before_name, before_layer = (names[i - 1], layer) if i else (names[-1], layer - 1)
+            before_name, before_layer = (KERNELS[i - 1], layer if i else layer - 1)
             start = stamps[before_name][:, before_layer, 7].max()
             mine = stamps[name][:, layer, :]
             row = []
@@ -89,15 +112,16 @@ def timeline(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Reads the command line."""
+    """Reads the command line, that of `npmoe bench`, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--weights", default="fp4")
-    parser.add_argument("--kv", default="fp4")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--splits", type=int)
-    timeline(parser.parse_args())
+    command.add_arguments(parser)
+    parser.add_argument("--splits", type=int, help="parts of the context a head is spread over")
+    args = parser.parse_args()
+    resolve_device("cuda")
+    subject = command.read_subject(args, shipped_model())
+    milliseconds, stamps = stamped_step(subject, command.read_options(args), args.splits)
+    print(f"{subject.name}, context {args.context}: {1e3 * milliseconds:.0f} us")
+    print_table(range(SKIP, len(subject.spec.layers) - SKIP), stamps)
 
 
 if __name__ == "__main__":

@@ -146,8 +146,8 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
               square += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
               v.x *= factor[s].x, v.y *= factor[s].y, v.z *= factor[s].z, v.w *= factor[s].w;
             }
-            v.x *= ACTIVATION_SCALE, v.y *= ACTIVATION_SCALE;
-            v.z *= ACTIVATION_SCALE, v.w *= ACTIVATION_SCALE;
+            v.x *= EVEN_PAIR_SCALE, v.y *= EVEN_PAIR_SCALE;
+            v.z *= ODD_PAIR_SCALE, v.w *= ODD_PAIR_SCALE;
             u32 first = bits(__floats2bfloat162_rn(v.x, v.y));
             u32 second = bits(__floats2bfloat162_rn(v.z, v.w));
             u32 rest = bits(__floats2bfloat162_rn(v.x - __uint_as_float(first << 16),

@@ -15,6 +15,7 @@ import numpy as np
 
 from npmoe.dtypes import SAFETENSORS_DTYPES
 from npmoe.errors import CheckpointError, UnsupportedModel
+from npmoe.runtime.transfer import Piece
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
@@ -231,11 +232,27 @@ class Checkpoint:
             return np.empty(info.shape, SAFETENSORS_DTYPES[info.dtype])
         if info.shard not in self._maps:
             self._maps[info.shard] = np.memmap(info.shard, np.uint8, "r")
+        if len(self._maps[info.shard]) < info.stop:
+            raise _shorter(info.shard)
         raw = self._maps[info.shard][info.start : info.stop]
         dtype = SAFETENSORS_DTYPES[info.dtype]
         if info.start % dtype.itemsize:
             raw = raw.copy()
         return np.asarray(raw.view(dtype).reshape(info.shape))
+
+    def piece(self, name: str) -> Piece:
+        """The tensor's bytes, to be read from the file and not through the map.
+
+        Reading raises CheckpointError if the file has changed and ends before, or cannot be read.
+        """
+        self.shape(name)
+        info = self.tensors[name]
+        self._used.add(name)
+
+        def read(target: np.ndarray, start: int) -> None:
+            _read_file(info.shard, info.start + start, target)
+
+        return Piece(info.stop - info.start, read)
 
     def mark_used(self, name: str) -> None:
         """Counts a tensor as read, so that `unused` does not list it."""
@@ -249,3 +266,22 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(info.stop - info.start for info in self.tensors.values())
+
+
+def _read_file(path: Path, start: int, target: np.ndarray) -> None:
+    """Fills target, uint8 `[n]`, with the bytes from `start` on."""
+    rest: memoryview = target.data
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            while rest:
+                count = file.readinto(rest)
+                if not count:
+                    raise _shorter(path)
+                rest = rest[count:]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _shorter(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} has become shorter since its header was read")

@@ -1,4 +1,4 @@
-"""The command line: `npmoe generate | chat | info | convert`.
+"""The command line: `npmoe generate | chat | info | convert | bench`.
 
 What a program reads goes to standard output, everything for the person who waits to standard error.
 Exit codes: 0; 2 for bad input, with one line on standard error; 130 after Ctrl-C; 141 when the
@@ -6,6 +6,7 @@ reader of the output has gone.
 """
 
 import argparse
+import errno
 import io
 import json
 import os
@@ -16,20 +17,30 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from npmoe import __version__
-from npmoe.config import KV_FORMATS, WEIGHT_FORMATS, WEIGHT_PARTS, KVCacheConfig, parse_weights
+from npmoe.bench import command as bench_command
+from npmoe.bench.measure import describe_record, measure
+from npmoe.config import (
+    KV_FORMATS,
+    WEIGHT_FORMATS,
+    WEIGHT_PARTS,
+    KVCacheConfig,
+    formats_by_part,
+    parse_weights,
+)
 from npmoe.engine.output import Completion
 from npmoe.errors import NpmoeError, PromptError, TokenizerError
 from npmoe.llm import LLM, shipped_model
 from npmoe.models.convert import convert_checkpoint
 from npmoe.models.stored import open_model
 from npmoe.models.summary import EXAMPLE_MEMORY_GB, Memory, describe, summarize
-from npmoe.runtime.device import free_memory
-from npmoe.runtime.progress import say
+from npmoe.runtime.device import free_memory, resolve_device
+from npmoe.runtime.progress import say, say_end_of_line
 from npmoe.runtime.terminal import print_pieces, read_lines
 from npmoe.sampling import SamplingParams
 from npmoe.tokenizer import Message
 
 BAD_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141
+OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 CHAT_HELP = "/exit or Ctrl-D ends, /reset starts over, Ctrl-C stops an answer"
 
 
@@ -52,29 +63,50 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message, end="", file=file)  # argparse itself would pass over a full disk
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; `argv` without the program's name. Returns the exit code.
 
     Errors that are nobody's input keep their traceback.
     """
+    if sys.stdout is None:
+        return _fail("standard output is closed: redirect it to a file or to /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character
     try:
-        args = _parser().parse_args(argv)
-        args.run(args)
-        sys.stdout.flush()
+        try:
+            args = _parser().parse_args(argv)
+            args.run(args)
+        finally:
+            sys.stdout.flush()  # also of --help, which ends the program
     except NpmoeError as error:
-        print(f"npmoe: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_INPUT
+        return _fail(str(error))
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        say_end_of_line()
         return INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered has nowhere to go; the interpreter flushes once more as it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return READER_GONE
+    except OSError as error:
+        if error.errno not in OUTPUT_ERRORS:
+            raise
+        _drop_output()
+        return _fail(f"the output cannot be written: {error.strerror}")
     return 0
+
+
+def _fail(message: str) -> int:
+    """Says what is wrong, in one line; the exit code for it."""
+    say(f"error: {' '.join(message.split())}")
+    return BAD_INPUT
+
+
+def _drop_output() -> None:
+    """What is still buffered has nowhere to go; the interpreter flushes once more as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> _Parser:
@@ -114,6 +146,17 @@ def _parser() -> _Parser:
     convert.add_argument("--quiet", action="store_true", help="no progress bar")
     _add_ignored_keys(convert)
     convert.set_defaults(run=_convert)
+
+    bench = commands.add_parser("bench", help="time of a decode step, beside its floor")
+    bench_command.add_arguments(bench)
+    bench.add_argument("--device", default="auto", metavar="D", help="auto, cpu or cuda")
+    bench.add_argument("--check", action="store_true", help="compare tokens with NumPy's (GPU)")
+    bench.add_argument(
+        "--nvtx", action="store_true", help="steps in NVTX ranges, without graphs, for a profiler"
+    )
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_ignored_keys(bench)
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -168,25 +211,12 @@ def _load(args: argparse.Namespace) -> LLM:
         return LLM(
             args.model,
             device=args.device,
-            weights=_by_part(args.weights),
-            kv_cache=_kv_cache(args.kv_cache),
+            weights=formats_by_part(args.weights),
+            kv_cache=KVCacheConfig.parse(args.kv_cache),
             max_seq_len=args.max_seq_len,
             ignore_config_keys=args.ignore_config_key,
             progress=not args.quiet,
         )
-
-
-def _kv_cache(text: str) -> KVCacheConfig:
-    formats = tuple(text.split(","))
-    return KVCacheConfig.parse(formats if len(formats) == 2 else text)
-
-
-def _by_part(text: str) -> dict[str, str]:
-    """A format for every part, or `part=format,part=format`."""
-    if "=" not in text:
-        return dict.fromkeys(WEIGHT_PARTS, text)
-    pairs = [pair.partition("=") for pair in text.split(",")]
-    return {part.strip().replace("-", "_"): name.strip() for part, _, name in pairs}
 
 
 def _prompt(args: argparse.Namespace) -> str | list[int]:
@@ -313,7 +343,7 @@ def _convert(args: argparse.Namespace) -> None:
     if not chosen and args.weights is None:
         raise UsageError("nothing to convert: pass --weights F or a part, such as --experts fp4")
     with _as_usage_errors():
-        policy = parse_weights(_by_part(args.weights or "native") | chosen)
+        policy = parse_weights(formats_by_part(args.weights or "native") | chosen)
         formats = convert_checkpoint(
             args.source,
             args.target,
@@ -323,3 +353,12 @@ def _convert(args: argparse.Namespace) -> None:
         )
     written = ", ".join(f"{part} {name}" for part, name in formats.items())
     say(f"wrote {args.target}: {written}", args.quiet)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    with _as_usage_errors():
+        options = bench_command.read_options(args, args.nvtx, args.check)
+        ignored = tuple(args.ignore_config_key)
+        subject = bench_command.read_subject(args, shipped_model(), ignored)
+        record = measure(subject, options, resolve_device(args.device))
+    print(json.dumps(record) if args.json else describe_record(record))

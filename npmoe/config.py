@@ -363,11 +363,12 @@ class KVCacheConfig:
 
     @classmethod
     def parse(cls, value: "str | tuple[str, str] | KVCacheConfig") -> "KVCacheConfig":
-        """A word for both, a pair (keys, values), or a KVCacheConfig as it is."""
+        """A word for both, a pair (keys, values) or "K,V", or a KVCacheConfig as it is."""
         if isinstance(value, KVCacheConfig):
             return value
         if isinstance(value, str):
-            return cls(value, value)
+            keys, comma, values = value.partition(",")
+            return cls(keys, values if comma else keys)
         if isinstance(value, tuple | list) and len(value) == 2:
             return cls(*value)
         raise ValueError(
@@ -393,6 +394,14 @@ def parse_weights(value: str | dict[str, str]) -> WeightsPolicy:
         if name not in legal:
             raise ValueError(f"weights[{part!r}] = {name!r}: legal formats are {', '.join(legal)}")
     return {part: name for part, name in value.items() if name != "native"}
+
+
+def formats_by_part(text: str) -> dict[str, str]:
+    """What a command line says of weights: a format for every part, or part=format,part=format."""
+    if "=" not in text:
+        return dict.fromkeys(WEIGHT_PARTS, text)
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    return {part.strip().replace("-", "_"): name.strip() for part, _, name in pairs}
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,12 @@ from npmoe.kv.storage import KVCache, check_kv_format, kv_bytes_per_token
 from npmoe.models.gpu import GpuModel, check_gpu_support
 from npmoe.models.layers import CausalLM
 from npmoe.models.loader import load_model
+from npmoe.models.memory import check_memory
 from npmoe.models.specs import ModelSpec
 from npmoe.models.stored import open_model, stored_formats
 from npmoe.ops.linear import FEW_TOKENS
 from npmoe.runtime.device import free_memory, resolve_device
+from npmoe.runtime.failures import named_errors
 from npmoe.runtime.progress import say
 from npmoe.runtime.resources import folder
 from npmoe.sampling import SamplingParams
@@ -71,6 +73,7 @@ class LLM:
         memory_fraction: float = 0.5,
         ignore_config_keys: Iterable[str] = (),
         progress: bool = True,
+        nvtx: bool = False,
     ) -> None:
         """Loads a checkpoint.
 
@@ -86,6 +89,8 @@ class LLM:
         prefill_chunk: most prompt tokens of one step.
         ignore_config_keys: config.json keys that you know to have no effect.
         progress: bars and messages on standard error.
+        nvtx: on a GPU, marks each step, layer and op as an NVTX range for a profiler; steps run
+        without CUDA graphs then, and slower.
 
         Raises CheckpointError, UnsupportedModel, TokenizerError, OutOfMemory, DeviceError, and
         ValueError for an argument out of range.
@@ -105,6 +110,9 @@ class LLM:
                 f"ignore_config_keys = {ignore_config_keys!r}: expected a list of keys"
             )
         self.device = resolve_device(device)
+        if nvtx and self.device == "cpu":
+            raise ValueError("nvtx = True: NVTX ranges are drawn on a GPU; on the CPU leave it out")
+        self._nvtx = nvtx
         opened = open_model(shipped_model() if path is None else path, tuple(ignore_config_keys))
         self.config = opened.config
         self.spec = opened.spec
@@ -128,10 +136,12 @@ class LLM:
         except (ValueError, TypeError) as error:
             raise UnsupportedModel(f"{generation}: {error}") from None
         self._check_length(options.max_seq_len)
-        model = load_model(opened, policy, self.device, self._quiet)
-        if isinstance(model, CausalLM):
-            self._warm_up(model, options)
-        self._engine: Engine | None = self._make_engine(model, options)
+        with named_errors():
+            check_memory(opened, policy, self.device, options)
+            model = load_model(opened, policy, self.device, self._quiet)
+            if isinstance(model, CausalLM):
+                self._warm_up(model, options)
+            self._engine: Engine | None = self._make_engine(model, options)
 
     def _check_length(self, max_seq_len: int | None) -> None:
         if max_seq_len is not None and max_seq_len > self.config.max_position_embeddings:
@@ -180,7 +190,7 @@ class LLM:
         scratch_pages = 1 if isinstance(model, GpuModel) else 0
         cache = _make_cache(spec, num_pages + scratch_pages, size, kv, self.device)
         if isinstance(model, GpuModel):
-            model.bind(cache.layers, pages_each)
+            model.bind(cache.layers, pages_each, self._nvtx)
         short = "" if self.max_seq_len == wanted else f" (the model allows {wanted:,})"
         say(
             f"context {self.max_seq_len:,} tokens{short}, KV cache {kv.key_format}/"
@@ -222,7 +232,8 @@ class LLM:
             for ids in encoded:
                 requests.append(engine.add(ids, resolved))
             while not all(r.done for r in requests):
-                engine.step()
+                with named_errors():
+                    engine.step()
             completions = [engine.completion(r) for r in requests]
         finally:
             for r in requests:
@@ -255,7 +266,9 @@ class LLM:
 
     def forward(self, token_ids: Sequence[int]) -> Array:
         """Logits of every position: token ids `[T]` -> float32 `[T, vocab]`."""
-        return self.engine.forward(self._check_ids(token_ids, self.max_seq_len))
+        ids = self._check_ids(token_ids, self.max_seq_len)
+        with named_errors():
+            return self.engine.forward(ids)
 
     def close(self) -> None:
         """Frees weights and cache; afterwards every method raises RuntimeError."""
@@ -281,7 +294,8 @@ class LLM:
         try:
             done = False
             while not done:
-                engine.step()
+                with named_errors():
+                    engine.step()
                 done = request.done  # another thread's step may have ended it
                 piece = request.sequences[0].text.take()
                 if piece:

@@ -506,3 +506,69 @@ def test_ctrl_c() -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130
         assert "Traceback" not in process.stderr.read()
+
+
+def test_ctrl_c_while_the_program_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "argparse.py").write_text("raise KeyboardInterrupt")  # the first import of cli.py
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    done = subprocess.run(
+        [*COMMAND, "--version"],
+        env=environment() | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def in_a_shell(command: str, *arguments: str, **variables: str) -> tuple[int, str]:
+    """Exit code and standard error of `npmoe arguments` followed by a redirection."""
+    program = [*COMMAND, *arguments]
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {command}', "sh", *program],
+        env=environment() | variables,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["info"]], ids=str)
+def test_a_full_disk(arguments: list[str], unbuffered: str) -> None:
+    code, said = in_a_shell(">/dev/full", *arguments, PYTHONUNBUFFERED=unbuffered)
+    assert (code, said) == (
+        2,
+        "npmoe: error: the output cannot be written: No space left on device\n",
+    )
+
+
+def test_a_full_disk_while_text_comes(model: str) -> None:
+    options = ("--model", model, "--max-tokens", "5", "--quiet")
+    code, said = in_a_shell(">/dev/full", "generate", "hello", *options)
+    assert code == 2
+    assert said.startswith("npmoe: error: the output cannot be written")
+    assert said.count("\n") == 1
+
+
+def test_closed_output() -> None:
+    code, said = in_a_shell(">&-", "info")
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith("npmoe: error: standard output is closed")
+
+
+def test_closed_standard_error(model: str) -> None:
+    """Messages and bars have nowhere to go, and do not go among the output."""
+    options = ["generate", "hello", "--model", model, "--max-tokens", "5"]
+    done = subprocess.run(
+        ["sh", "-c", '"$@" 2>&-', "sh", *COMMAND, *options],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert done.stdout.count("\n") == 1
+    assert "npmoe" not in done.stdout

@@ -761,7 +761,7 @@ def test_progress_can_be_switched_off(capfd: pytest.CaptureFixture) -> None:
 
 
 def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("npmoe.runtime.device._count_gpus", lambda: (0, None))
+    monkeypatch.setattr("npmoe.runtime.device.load_driver", lambda: None)
     with pytest.raises(DeviceError, match="no NVIDIA GPU"):
         load(MOE, device="cuda")
 

@@ -4,62 +4,157 @@ Records of 16 rows x 128 columns, `[..., N / 16, K / 128, record bytes]`: lane 4
 finds there the codes of rows g and g + 8, of every group of 32 columns the 8 from 8 t on.
 """
 
+import math
 from dataclasses import replace
+from typing import NamedTuple
 
 from npmoe.dtypes import Array, array_namespace
 from npmoe.formats.groups import unpack_nibbles
 from npmoe.formats.quant_tensor import QuantTensor
 
 LAYOUT = "fragments"
-ROWS, COLUMNS = 16, 128
-RECORD_BYTES = {"bf16": 4096, "fp4": 1152}
-PAIR_BITS = ((15, 8, 7, 6), (21, 14, 13, 12), (9, 2, 1, 0), (11, 4, 3, 10))
-"""Where sign, exponent (2 bits) and mantissa of the even column of pair 0 to 3 lie in a word; those
-of the odd column lie 16 bits on, modulo 32."""
+ROWS, COLUMNS, GROUP = 16, 128, 32
+
+
+class RecordFormat(NamedTuple):
+    """code: W_FORMAT of the kernels. record_bytes: of 16 rows x 128 columns.
+
+    scale_columns: neighbours in a row that share a scale; 0 where there are no scales.
+    """
+
+    code: int
+    record_bytes: int
+    scale_columns: int
+
+
+RECORDS = {
+    "bf16": RecordFormat(0, 4096, 0),
+    "fp4": RecordFormat(1, 1024 + 128, GROUP),
+    "fp8": RecordFormat(2, 2048 + 64, COLUMNS),
+    "int4": RecordFormat(3, 1024 + 128, GROUP),
+    "int4_asym": RecordFormat(4, 1024 + 128 + 64, GROUP),
+    "mxfp4": RecordFormat(5, 1024 + 64, GROUP),
+    "nvfp4": RecordFormat(6, 1024 + 128 + 16, GROUP // 2),
+}
+"""The formats that decode kernels read."""
+
+RECORD_BYTES = {name: record.record_bytes for name, record in RECORDS.items()}
+
+Places = tuple[tuple[int, ...], ...]
+E2M1_PLACES: Places = ((15, 8, 7, 6), (21, 14, 13, 12), (9, 2, 1, 0), (11, 4, 3, 10))
+E4M3_PLACES: Places = ((15, 10, 9, 8, 7, 6, 5, 4), (19, 14, 13, 12, 11, 2, 1, 0))
+INT4_PLACES: Places = ((3, 2, 1, 0), (7, 6, 5, 4), (11, 10, 9, 8), (15, 14, 13, 12))
+"""Where the bits of pair 0, 1, ... lie in a word, those of the even column from the highest down;
+those of the odd column lie 16 bits on, modulo 32."""
 
 
 def to_fragments(w: QuantTensor) -> QuantTensor:
     """A weight in "rows" layout, `[..., N, K]`, as records; N is padded to 16 with zeros.
 
-    Raises ValueError for a format without kernels and for K not a multiple of 128.
+    Raises ValueError for a format or scales without kernels, and for K not a multiple of 128.
     """
-    if w.format not in RECORD_BYTES:
-        raise ValueError(f"no decode kernel reads {w.format}; there are {', '.join(RECORD_BYTES)}")
+    w = with_row_scales(w)
     *lead, rows, columns = w.shape
     if columns % COLUMNS:
         raise ValueError(f"decode kernels need columns in multiples of {COLUMNS}, not {columns}")
     xp = array_namespace(w.codes)
     grid = (*lead, -(-rows // ROWS), columns // COLUMNS)
-    codes = w.codes if w.format == "bf16" else unpack_nibbles(w.codes)
-    # [..., tile, half of the rows 2, g 8, slice, group 4, t 4, column 8]
-    tiles = _pad_rows(codes).reshape(*lead, grid[-2], 2, 8, grid[-1], 4, 4, 8)
-    front = tuple(range(tiles.ndim - 6))
-    half, g, slice_, group, t, column = range(tiles.ndim - 6, tiles.ndim)
+    parts = [
+        xp.ascontiguousarray(part).view(xp.uint8).reshape(*grid, -1)
+        for part in (_ordered_codes(w), *_ordered_scales(w, grid))
+    ]
+    records = xp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    assert records.shape[-1] == RECORD_BYTES[w.format]
+    return replace(w, codes=records, scales=None, zeros=None, global_scale=None, layout=LAYOUT)
+
+
+def with_row_scales(w: QuantTensor) -> QuantTensor:
+    """The same weight with scales and zeros for every row and every `scale_columns` columns.
+
+    Scales of blocks, channels and larger groups are repeated. Raises ValueError for a format
+    without kernels and for scales of fewer columns.
+    """
+    if w.format not in RECORDS:
+        raise ValueError(f"no decode kernel reads {w.format}; there are {', '.join(RECORDS)}")
+    width = RECORDS[w.format].scale_columns
+    if w.scales is None or w.block == (1, width):
+        return w
+    rows, columns = w.shape[-2:]
+    block_rows, block_columns = w.block
+    if block_columns % width and block_columns < columns:
+        raise ValueError(
+            f"decode kernels take {w.format} scales for {width} columns or a multiple of that, "
+            f"not for {block_columns}"
+        )
+    xp = array_namespace(w.codes)
+    row, column = xp.arange(rows)[:, None] // block_rows, xp.arange(0, columns, width)
+
+    def spread(a: Array) -> Array:
+        return a[..., row, column // block_columns]
+
+    zeros = None if w.zeros is None else spread(w.zeros)
+    return replace(w, scales=spread(w.scales), zeros=zeros, block=(1, width))
+
+
+def _ordered_codes(w: QuantTensor) -> Array:
     if w.format == "bf16":
-        order = tiles.transpose(*front, slice_, group, half, g, t, column)
-        records = xp.ascontiguousarray(order).view(xp.uint8).reshape(*grid, RECORD_BYTES["bf16"])
-        return replace(w, codes=records, layout=LAYOUT)
-    # [..., tile, slice, pair of groups 2, g, t, group of the pair 2, half, column 8]
-    tiles = tiles.reshape(*tiles.shape[:-3], 2, 2, 4, 8)
-    half, g, slice_, pair, group, t, column = range(len(front), tiles.ndim)
-    words = _words(tiles.transpose(*front, slice_, pair, g, t, group, half, column))
-    scales = _pad_rows(w.scales).reshape(*grid[:-1], 2, 8, grid[-1], 4)
-    half, g, slice_, group = range(len(front), scales.ndim)
-    scales = scales.transpose(*front, slice_, g, group, half)
-    parts = (words.view(xp.uint8), xp.ascontiguousarray(scales).view(xp.uint8))
-    records = xp.concatenate([p.reshape(*grid, -1) for p in parts], axis=-1)
-    return replace(w, codes=records, scales=None, layout=LAYOUT)
+        split = {"group": 4, "t": 4, "column": 8}
+        return _arrange(w.codes, split, "group half g t column")
+    if w.format == "fp8":
+        split = {"group": 4, "t": 4, "word": 2, "column": 4}
+        return _words(_arrange(w.codes, split, "group g t half word column"), E4M3_PLACES)
+    split = {"two": 2, "group": 2, "t": 4, "column": 8}
+    nibbles = _arrange(unpack_nibbles(w.codes), split, "two g t group half column")
+    return _words(nibbles, INT4_PLACES if w.format.startswith("int4") else E2M1_PLACES)
 
 
-def _words(nibbles: Array) -> Array:
-    """E2M1 codes uint8 `[..., 8]` -> uint32 `[...]` as weight_formats.cuh unpacks them."""
-    xp = array_namespace(nibbles)
-    words = xp.zeros(nibbles.shape[:-1], xp.uint32)
-    for p, places in enumerate(PAIR_BITS):
+def _ordered_scales(w: QuantTensor, grid: tuple[int, ...]) -> list[Array]:
+    """What follows the codes in a record."""
+    if w.format == "bf16":
+        return []
+    if w.format == "fp8":
+        return [_arrange(w.scales, {}, "g half")]
+    if w.format == "mxfp4":
+        return [_arrange(w.scales, {"group": 4}, "g half group")]
+    if w.format == "nvfp4":
+        xp = array_namespace(w.codes)
+        if bool((w.scales & 0x80).any()):
+            raise ValueError("nvfp4 scales must not be negative")
+        scales = _arrange(w.scales, {"group": 4, "part": 2}, "g part half group")
+        global_scale = xp.asarray(w.global_scale, dtype=xp.float32)[..., None, None, None]
+        return [scales, xp.broadcast_to(global_scale, (*grid, 4))]
+    scales = _arrange(w.scales, {"group": 4}, "g group half")
+    if w.zeros is None:
+        return [scales]
+    if bool((w.zeros > 15).any()):
+        raise ValueError("int4_asym zeros are 0 to 15")
+    return [scales, _arrange(w.zeros, {"group": 4}, "g half group")]
+
+
+def _arrange(a: Array, split: dict[str, int], order: str) -> Array:
+    """`[..., N, M]` as `[..., N / 16, K / 128, *order]`, N padded with zeros.
+
+    split: axis names and sizes into which the M of one slice of 128 columns divide. A row is
+    8 half + g of its tile.
+    """
+    a = _pad_rows(a)
+    *lead, rows, width = a.shape
+    names = ("tile", "half", "g", "slice", *split)
+    slices = width // math.prod(split.values())
+    divided = a.reshape(*lead, rows // ROWS, 2, 8, slices, *split.values())
+    axes = [len(lead) + names.index(name) for name in ("tile", "slice", *order.split())]
+    return divided.transpose(*range(len(lead)), *axes)
+
+
+def _words(codes: Array, places: Places) -> Array:
+    """Codes uint8 `[..., 2 pairs]` -> uint32 `[...]` as weight_formats.cuh unpacks them."""
+    xp = array_namespace(codes)
+    words = xp.zeros(codes.shape[:-1], xp.uint32)
+    for pair, bits in enumerate(places):
         for odd in range(2):
-            code = nibbles[..., 2 * p + odd].astype(xp.uint32)
-            for i, place in enumerate(places):
-                words |= (code >> (3 - i) & 1) << ((place + 16 * odd) % 32)
+            code = codes[..., 2 * pair + odd].astype(xp.uint32)
+            for i, place in enumerate(reversed(bits)):
+                words |= (code >> i & 1) << (place + 16 * odd) % 32
     return words
 
 

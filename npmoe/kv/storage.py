@@ -1,10 +1,13 @@
 """The arrays of the KV cache: pages of any format, K and V independent, all layers."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from npmoe.config import KVCacheConfig
 from npmoe.dtypes import array_namespace
 from npmoe.errors import UnsupportedModel
+from npmoe.ops.paging import copy_kv_pages
 from npmoe.ops.quantize import KVPages
 from npmoe.runtime.device import to_device
 
@@ -36,28 +39,36 @@ class KVCache:
         device: str = "cpu",
     ) -> None:
         """Raises UnsupportedModel if the group size does not divide head_dim."""
-        self.config = config
-        grid = (num_pages, num_kv_heads, page_size)
+        self.config, self._device = config, device
+        grid = (num_layers, num_pages, num_kv_heads, page_size)
         check_kv_format(config, head_dim)
-        self.layers = [
-            (
-                _pages(config.key_format, grid, head_dim, config.group_size, device),
-                _pages(config.value_format, grid, head_dim, config.group_size, device),
-            )
-            for _ in range(num_layers)
+        self._slabs = [
+            _pages(name, grid, head_dim, config.group_size, device)
+            for name in (config.key_format, config.value_format)
         ]
+        keys, values = (_layers(slab) for slab in self._slabs)
+        self.layers = list(zip(keys, values, strict=True))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
-        return sum(a.nbytes for layer in self.layers for p in layer for a in p.arrays())
+        return sum(a.nbytes for slab in self._slabs for a in slab.arrays())
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies one page's contents in every layer."""
-        for layer in self.layers:
-            for pages in layer:
-                for a in pages.arrays():
-                    a[target] = a[source]
+        self.copy_pages([(source, target)])
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies pages (source, target) in every layer, a launch an array.
+
+        Raises ValueError for a page that is a target twice, or a target and a source.
+        """
+        sources, targets = {c[0] for c in copies}, {c[1] for c in copies}
+        if len(targets) < len(copies) or targets & sources:
+            raise ValueError(f"copies = {list(copies)}: a target must be nothing else besides")
+        arrays = [a for slab in self._slabs for a in slab.arrays()]
+        pairs = np.array(copies, np.int32).reshape(-1, 2)
+        copy_kv_pages(arrays, to_device(pairs, self._device))
 
 
 def check_kv_format(config: KVCacheConfig, head_dim: int) -> None:
@@ -73,7 +84,7 @@ def check_kv_format(config: KVCacheConfig, head_dim: int) -> None:
 
 
 def _pages(name: str, grid: tuple, head_dim: int, group_size: int, device: str) -> KVPages:
-    """Zeroed pages of one format; grid is (num_pages, num_kv_heads, page_size)."""
+    """Zeroed pages of one format; grid is (num_layers, num_pages, num_kv_heads, page_size)."""
 
     def zeros(width: int, dtype: type) -> np.ndarray:
         xp = array_namespace(to_device(np.zeros(1), device))
@@ -87,3 +98,9 @@ def _pages(name: str, grid: tuple, head_dim: int, group_size: int, device: str) 
     codes = zeros(head_dim * BITS[name] // 8, np.uint8)
     zero_points = zeros(groups, np.uint8) if name == "int4_asym" else None
     return KVPages(name, codes, zeros(groups, np.float16), zero_points)
+
+
+def _layers(slab: KVPages) -> list[KVPages]:
+    """The pages of each layer: views of arrays that have the layers as one more axis in front."""
+    arrays = zip(*slab.arrays(), strict=True)
+    return [KVPages(slab.format, *of_layer) for of_layer in arrays]

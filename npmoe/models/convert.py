@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,17 @@ import numpy as np
 from npmoe.checkpoint import INDEX_NAME
 from npmoe.config import WeightsPolicy
 from npmoe.dtypes import SAFETENSORS_DTYPES
-from npmoe.errors import CheckpointError, UnsupportedModel
-from npmoe.models.loader import cannot_be, convert_parameter
+from npmoe.errors import CheckpointError
+from npmoe.models.conversion import cannot_be, chosen_formats, convert_parameter
 from npmoe.models.parameters import VECTOR, Parameter
 from npmoe.models.stored import (
     LAYOUT_VERSION,
-    MIXED,
     QUANT_METHOD,
     OpenModel,
     open_model,
     read_parameter,
     shares_table,
     stored_arrays,
-    stored_formats,
 )
 from npmoe.runtime.progress import progress
 
@@ -41,7 +39,6 @@ COPIED_FILES = (
     *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
     *("generation_config.json", "LICENSE"),
 )
-_EXACT = ("fp32", "bf16", "fp16")
 
 StoredArrays = dict[str, tuple[str, tuple[int, ...]]]
 """Tensor name -> (dtype word, shape)."""
@@ -71,12 +68,17 @@ def convert_checkpoint(
     if not folder.parent.is_dir():
         raise ValueError(f"{folder.parent} is not a folder: create it first")
     opened = open_model(source, ignored)
-    formats = written_formats(opened, policy)
+    formats = chosen_formats(opened, policy)
+    parameters = [p for p in opened.parameters if not shares_table(p, opened.spec.tied, formats)]
+
+    def values(parameter: Parameter) -> Iterator[np.ndarray]:
+        return _converted_arrays(opened, parameter, formats)
+
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     try:
         partial.mkdir()
-        _write_shards(opened, formats, partial, shard_bytes, quiet)
-        _write_json(partial / "config.json", _new_config(opened, formats, ignored))
+        write_shards(parameters, formats, values, partial, shard_bytes, quiet)
+        write_json(partial / "config.json", _new_config(opened, formats, ignored))
         for name in COPIED_FILES:
             if (opened.checkpoint.folder / name).is_file():
                 shutil.copyfile(opened.checkpoint.folder / name, partial / name)
@@ -89,46 +91,37 @@ def convert_checkpoint(
     return formats
 
 
-def written_formats(opened: OpenModel, policy: WeightsPolicy) -> dict[str, str]:
-    """Part -> format of the converted checkpoint, for every part that the model has.
-
-    A part whose own tensors differ in type becomes fp32, which holds them all. Raises
-    UnsupportedModel where a part that is quantised already would change its format: that would lose
-    twice.
-    """
-    formats = {}
-    for part, found in stored_formats(opened).items():
-        stored = "fp32" if found == MIXED else found
-        formats[part] = policy.get(part, stored)
-        if stored not in _EXACT and formats[part] != stored:
-            raise UnsupportedModel(
-                f"{opened.checkpoint.folder}: {part} is {stored} already; making it "
-                f"{formats[part]} would lose twice. Convert the original checkpoint."
-            )
-    return formats
-
-
 def _new_config(
     opened: OpenModel, formats: dict[str, str], ignored: tuple[str, ...]
 ) -> dict[str, Any]:
     raw = {name: value for name, value in opened.checkpoint.config.items() if name not in ignored}
     raw["tie_word_embeddings"] = opened.spec.tied
-    raw["quantization_config"] = {
-        "quant_method": QUANT_METHOD,
-        "version": LAYOUT_VERSION,
-        "formats": formats,
-    }
+    raw["quantization_config"] = quantization_config(formats)
     return raw
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def quantization_config(formats: dict[str, str]) -> dict[str, Any]:
+    """What config.json says of a checkpoint with these formats: part -> format."""
+    return {"quant_method": QUANT_METHOD, "version": LAYOUT_VERSION, "formats": formats}
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """`value` as a JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_shards(
-    opened: OpenModel, formats: dict[str, str], folder: Path, shard_bytes: int, quiet: bool
+def write_shards(
+    parameters: list[Parameter],
+    formats: dict[str, str],
+    values: Callable[[Parameter], Iterable[np.ndarray]],
+    folder: Path,
+    shard_bytes: int = SHARD_BYTES,
+    quiet: bool = False,
 ) -> None:
-    parameters = [p for p in opened.parameters if not shares_table(p, opened.spec.tied, formats)]
+    """Writes the parameters in their parts' formats to one or more files, with an index for more.
+
+    values: the arrays of a parameter, as `stored_arrays` says them; asked for one at a time.
+    """
     shards: list[StoredArrays] = []
     counts: list[int] = []
     for parameter in parameters:
@@ -140,15 +133,14 @@ def _write_shards(
         counts[-1] += 1
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     names = names if len(names) > 1 else ["model.safetensors"]
-    waiting = progress(parameters, "converting", quiet)
+    waiting = progress(parameters, "writing weights", quiet)
     for name, arrays, count in zip(names, shards, counts, strict=True):
-        converted = _converted_arrays(opened, islice(waiting, count), formats)
-        _write_shard(folder / name, arrays, converted)
+        _write_shard(folder / name, arrays, (a for p in islice(waiting, count) for a in values(p)))
     list(waiting)  # completes the bar
     if len(shards) > 1:
         placed = {t: n for n, arrays in zip(names, shards, strict=True) for t in arrays}
         total = sum(map(_num_bytes, shards))
-        _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": placed})
+        write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": placed})
 
 
 def _planned_arrays(parameter: Parameter, formats: dict[str, str]) -> StoredArrays:
@@ -167,15 +159,14 @@ def _num_bytes(arrays: StoredArrays) -> int:
 
 
 def _converted_arrays(
-    opened: OpenModel, parameters: Iterable[Parameter], formats: dict[str, str]
+    opened: OpenModel, parameter: Parameter, formats: dict[str, str]
 ) -> Iterator[np.ndarray]:
-    """The arrays of one parameter after the other, in the order of `_planned_arrays`."""
-    for parameter in parameters:
-        w = read_parameter(opened, parameter)
-        if parameter.part == VECTOR:
-            yield w
-        else:
-            yield from convert_parameter(parameter, w, formats).arrays().values()
+    """The arrays of a parameter in the order of `_planned_arrays`."""
+    w = read_parameter(opened, parameter)
+    if parameter.part == VECTOR:
+        yield w
+    else:
+        yield from convert_parameter(parameter, w, formats).arrays().values()
 
 
 def _write_shard(path: Path, arrays: StoredArrays, values: Iterator[np.ndarray]) -> None:

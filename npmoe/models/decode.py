@@ -12,19 +12,20 @@ import numpy as np
 
 from npmoe.dtypes import Array
 from npmoe.errors import UnsupportedModel
-from npmoe.formats.fragments import COLUMNS, ROWS
+from npmoe.formats.fragments import COLUMNS, RECORDS, ROWS
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models.specs import ExpertSpec, ModelSpec
 from npmoe.models.stream import AttentionSplit, Stream
 from npmoe.ops.experts import PLAIN
 from npmoe.ops.quantize import KVPages
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
+from npmoe.runtime import nvtx
 from npmoe.runtime.device import cupy
 from npmoe.runtime.launch import launch
-from npmoe.runtime.nvrtc import bulk, kernel
+from npmoe.runtime.nvrtc import bulk, kernel, named_codes
 
-W_CODES = {"bf16": 0, "fp4": 1}
-KV_CODES = {"bf16": 0, "fp4": 1}
+W_CODES = named_codes({name: record.code for name, record in RECORDS.items()})
+KV_CODES = named_codes({"bf16": 0, "fp4": 1})
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class DecodeStep:
             self.history.shape[1],
         )
         for i in range(len(self.spec.layers)):
-            self._layer(i)
+            with nvtx.annotate(f"layer {i}"):
+                self._layer(i)
         head = w["lm_head"]
         function, threads, shared = self._gemv("lm_head", head)
         launch(
@@ -215,7 +217,6 @@ class DecodeStep:
         gate_up, down = w["gate_up_proj"], w["down_proj"]
         hidden, width, router = self.spec.hidden_size, down.shape[-1], mlp.router
         macros = {
-            "W_FORMAT": W_CODES[gate_up.format],
             "HIDDEN": hidden,
             "WIDTH": width,
             "EXPERTS": router.num_experts,
@@ -225,8 +226,9 @@ class DecodeStep:
         top_k, blocks = router.top_k, self.blocks
         tiles = -(-top_k * 2 * width // ROWS // blocks)
         stream = self._stream(gate_up.format, hidden // COLUMNS, 1, 1, tiles)
+        form = {"W_FORMAT": W_CODES[gate_up.format]}
         launch(
-            kernel("experts", "gate_up", **macros, **stream.macros()),
+            kernel("experts", "gate_up", **macros, **form, **stream.macros()),
             (self.blocks, self.seqs),
             stream.threads,
             self.hidden,
@@ -239,8 +241,9 @@ class DecodeStep:
         )
         tiles = -(-(hidden // ROWS) // blocks)
         stream = self._stream(down.format, width // COLUMNS, top_k, 1, tiles)
+        form = {"W_FORMAT": W_CODES[down.format]}
         launch(
-            kernel("experts", "down", **macros, **stream.macros()),
+            kernel("experts", "down", **macros, **form, **stream.macros()),
             (self.blocks, self.seqs),
             stream.threads,
             self.x,

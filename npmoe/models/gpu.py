@@ -11,16 +11,16 @@ import numpy as np
 
 from npmoe.batch import Batch
 from npmoe.config import KVCacheConfig, WeightsPolicy
-from npmoe.dtypes import Array
+from npmoe.dtypes import Array, array_namespace
 from npmoe.errors import UnsupportedModel
-from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, to_fragments
+from npmoe.formats.fragments import COLUMNS, RECORDS, to_fragments, with_row_scales
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models.decode import KV_CODES, DecodeStep, check_decode_spec
 from npmoe.models.parameters import ROUTER, TABLE, Parameter
 from npmoe.models.specs import ModelSpec
 from npmoe.ops.quantize import KVPages
 from npmoe.runtime.device import cupy
-from npmoe.runtime.graphs import Graph
+from npmoe.runtime.graphs import Eager, Graph
 
 BUCKETS = (1, 2, 4, 8)
 
@@ -39,9 +39,10 @@ def check_gpu_support(
             raise UnsupportedModel(
                 f"the GPU reads a {part} in bf16, this checkpoint has {target}; use device='cpu'"
             )
-        if part not in (ROUTER, TABLE) and target not in RECORD_BYTES:
+        if part not in (ROUTER, TABLE) and target not in RECORDS:
             raise UnsupportedModel(
-                f"no GPU kernel reads {target} weights ({part}) yet; pass weights='fp4' or 'bf16'"
+                f"no GPU kernel reads {target} weights ({part}); choose one of "
+                f"{', '.join(RECORDS)} with weights={{{part!r}: ...}}, or use device='cpu'"
             )
     for name in (kv.key_format, kv.value_format):
         if name not in KV_CODES or (name == "fp4" and kv.group_size != 32):
@@ -56,8 +57,9 @@ def prepare_for_gpu(parameter: Parameter, w: QuantTensor) -> QuantTensor | Array
     as fragments; expert gate and up rows alternate, widths padded to 128 with zeros."""
     if parameter.part in (ROUTER, TABLE):
         return w.codes
+    w = with_row_scales(w)  # of blocks of rows nothing is left when rows move
     if parameter.part == "experts" and parameter.name.endswith("gate_up_proj"):
-        return to_fragments(_pad_columns(_alternate(w)))
+        w = _alternate(w)
     return to_fragments(_pad_columns(w))
 
 
@@ -67,7 +69,7 @@ def _padded(width: int) -> int:
 
 def _alternate(w: QuantTensor) -> QuantTensor:
     """gate and up rows `[..., 2I, K]` as gate 0, up 0, gate 1, ...; I is padded with zero rows."""
-    xp = cupy()
+    xp = array_namespace(w.codes)
     *lead, rows, columns = w.shape
     width = _padded(rows // 2)
 
@@ -77,23 +79,30 @@ def _alternate(w: QuantTensor) -> QuantTensor:
         out[..., : rows // 2, :, :] = xp.swapaxes(halves, -2, -3)
         return out.reshape(*lead, 2 * width, a.shape[-1])
 
-    return replace(w.map_arrays(pair), shape=(*lead, 2 * width, columns))
+    changed = {name: pair(a) for name, a in w.arrays().items() if name != "global_scale"}
+    return replace(w, shape=(*lead, 2 * width, columns), **changed)
 
 
 def _pad_columns(w: QuantTensor) -> QuantTensor:
     """K padded to a multiple of 128 with zero codes and zero scales."""
-    xp = cupy()
+    xp = array_namespace(w.codes)
     *lead, columns = w.shape
     target = _padded(columns)
     if target == columns:
         return w
 
-    def widen(a: Array) -> Array:
-        out = xp.zeros((*lead, a.shape[-1] * target // columns), a.dtype)
+    def widen(a: Array, width: int) -> Array:
+        out = xp.zeros((*a.shape[:-1], width), a.dtype)
         out[..., : a.shape[-1]] = a
         return out
 
-    return replace(w.map_arrays(widen), shape=(*lead, target))
+    widths = {"codes": w.codes.shape[-1] * target // columns}
+    changed = {
+        name: widen(a, widths.get(name, target // w.block[1]))
+        for name, a in w.arrays().items()
+        if name != "global_scale"
+    }
+    return replace(w, shape=(*lead, target), **changed)
 
 
 class GpuModel:
@@ -102,7 +111,7 @@ class GpuModel:
     def __init__(self, spec: ModelSpec, weights: dict[str, Any]) -> None:
         """weights: parameter name -> float32 vector, or what `prepare_for_gpu` gave."""
         self.spec, self.weights = spec, weights
-        self._steps: dict[int, tuple[DecodeStep, Graph]] = {}
+        self._steps: dict[int, tuple[DecodeStep, Graph | Eager]] = {}
         self._cache: list[tuple[KVPages, KVPages]] | None = None
 
     @property
@@ -110,11 +119,14 @@ class GpuModel:
         """Bytes of all weights on the device."""
         return sum(w.nbytes for w in self.weights.values())
 
-    def bind(self, cache: list[tuple[KVPages, KVPages]], max_pages: int) -> None:
+    def bind(
+        self, cache: list[tuple[KVPages, KVPages]], max_pages: int, nvtx: bool = False
+    ) -> None:
         """Fixes the cache that graphs will use; its last page is a scratch page, for unused rows.
 
-        max_pages: the most pages of a sequence.
+        max_pages: the most pages of a sequence. nvtx: steps run in NVTX ranges, without graphs.
         """
+        self._make = Eager if nvtx else Graph
         self._cache, self._max_pages = cache, max_pages
         self._scratch_page = cache[0][0].codes.shape[0] - 1
         self._steps.clear()
@@ -156,10 +168,10 @@ class GpuModel:
         graph.stream.synchronize()
         return step
 
-    def _step(self, seqs: int) -> tuple[DecodeStep, Graph]:
+    def _step(self, seqs: int) -> tuple[DecodeStep, Graph | Eager]:
         if seqs not in self._steps:
             assert self._cache is not None
             table = cupy().full((seqs, self._max_pages), self._scratch_page, np.int32)
             step = DecodeStep(self.spec, self.weights, self._cache, table)
-            self._steps[seqs] = step, Graph(step.enqueue)
+            self._steps[seqs] = step, self._make(step.enqueue)
         return self._steps[seqs]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
+from npmoe.formats.quant_tensor import CODES_PER_BYTE
 
 CHUNK_BYTES = 40_000
 RING_BYTES = 114_000
@@ -46,8 +47,8 @@ class Stream:
         a block of this GPU can have.
         Raises UnsupportedModel where activations and ring do not fit it.
         """
-        # fp4 is bound by instructions and wants many warps; more tokens need more registers.
-        choices = (16, 8, 4, 2, 1) if form == "fp4" and tokens <= 4 else (8, 4, 2, 1)
+        # 4 bits are bound by instructions and want many warps; more tokens need more registers.
+        choices = (16, 8, 4, 2, 1) if form in CODES_PER_BYTE and tokens <= 4 else (8, 4, 2, 1)
         staged = slices * stacked * tokens * 2 * 16 * 16
         for parts in range(1, slices + 1):
             each = slices // parts

@@ -7,7 +7,7 @@ from npmoe.config import KV_FORMATS, WEIGHT_PARTS, KVCacheConfig
 from npmoe.dtypes import SAFETENSORS_DTYPES, gigabytes
 from npmoe.errors import UnsupportedModel
 from npmoe.kv.storage import check_kv_format, kv_bytes_per_token
-from npmoe.models.loader import format_bytes, running_bytes
+from npmoe.models.conversion import format_bytes, running_bytes
 from npmoe.models.parameters import TABLE, VECTOR, Parameter
 from npmoe.models.stored import OpenModel, expected_tensors, stored_format, stored_formats
 

@@ -1,10 +1,9 @@
 """The only import of cupy and numba; each is loaded at first use.
 
 `jit` marks a function for Numba without importing Numba: the import and the compilation (or the
-read of its compile cache) happen at the first call.
+read of its compile cache) happen at the first call. `cuda_jit` does the same for a CUDA kernel.
 """
 
-import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -19,9 +18,12 @@ from typing import Any
 import numpy as np
 
 from npmoe.errors import DeviceError
-
-CUDA_SUCCESS = 0
-CUDA_ERROR_NO_DEVICE = 100
+from npmoe.runtime.requirements import (
+    WITHOUT,
+    check_capability,
+    check_packages,
+    load_driver,
+)
 
 
 def resolve_device(device: str) -> str:
@@ -34,38 +36,17 @@ def resolve_device(device: str) -> str:
         raise ValueError(f"device = {device!r}: legal values are 'auto', 'cpu' and 'cuda'")
     if device == "cpu":
         return "cpu"
-    count, problem = _count_gpus()
-    if count == 0 and device == "auto" and problem is None:
+    driver = load_driver()
+    if driver is None and device == "auto":
         return "cpu"
-    if count == 0:
+    if driver is None:
         raise DeviceError(
-            f"device = {device!r}: {problem or 'no NVIDIA GPU was found'}. "
-            "Use device='cpu' to run on this machine without a GPU."
+            f"device = {device!r}: no NVIDIA GPU was found; it needs one of compute capability 8.0 "
+            f"(Ampere) or newer, and its driver (libcuda.so.1). {WITHOUT}"
         )
-    if find_spec("cupy") is None:
-        raise DeviceError(
-            f"{count} NVIDIA GPU(s) found, but CuPy is not installed: "
-            "pip install 'npmoe[cuda13]' (or [cuda12]); device='cpu' runs without it."
-        )
+    check_capability(driver)
+    check_packages(driver, cupy)
     return "cuda"
-
-
-def _count_gpus() -> tuple[int, str | None]:
-    """GPUs that the driver shows, and what is wrong if it cannot be asked."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        if os.path.isdir("/proc/driver/nvidia/gpus"):
-            return 0, "an NVIDIA GPU is present but the driver's library libcuda.so.1 is not"
-        return 0, None
-    status = driver.cuInit(0)
-    if status == CUDA_ERROR_NO_DEVICE:
-        return 0, None
-    if status != CUDA_SUCCESS:
-        return 0, f"the NVIDIA driver does not start (cuInit returned {status})"
-    count = ctypes.c_int()
-    driver.cuDeviceGetCount(ctypes.byref(count))
-    return count.value, None
 
 
 def cupy() -> ModuleType:
@@ -90,8 +71,10 @@ def to_host(x: Any) -> np.ndarray:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that can be allocated: MemAvailable on the CPU, the driver's figure on the GPU."""
+    """Bytes that can be allocated: MemAvailable on the CPU, the driver's figure on the GPU once
+    CuPy has given back what earlier arrays left."""
     if device == "cuda":
+        free_cached_memory()
         return int(cupy().cuda.runtime.memGetInfo()[0])
     limits = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     try:
@@ -103,6 +86,25 @@ def free_memory(device: str) -> int:
     except (OSError, ValueError):  # no cgroup limit, or not Linux
         pass
     return min(limits)
+
+
+def free_cached_memory() -> None:
+    """Gives the memory that CuPy keeps for later arrays back, so that it counts as free."""
+    cupy().get_default_memory_pool().free_all_blocks()
+    cupy().get_default_pinned_memory_pool().free_all_blocks()
+
+
+@cache
+def numba_cuda() -> ModuleType:
+    """The module numba.cuda. Raises DeviceError where numba-cuda is missing."""
+    config = import_module("numba").config
+    if not config.ENABLE_CUDASIM and find_spec("numba_cuda") is None:
+        raise DeviceError(
+            "numba-cuda is not installed: pip install 'npmoe[cuda13]' (or [cuda12]); "
+            "device='cpu' runs without it"
+        )
+    config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a grid is small where there is little to do
+    return import_module("numba.cuda")
 
 
 class _LazyJit:
@@ -125,9 +127,43 @@ class _LazyJit:
             for name in self.py_func.__code__.co_names:
                 if isinstance(namespace.get(name), _LazyJit):
                     namespace[name] = namespace[name].compile()
-            with _cache_outside_the_package() as numba:
-                self._dispatcher = numba.njit(**self._options)(self.py_func)
+            self._dispatcher = self._make()
         return self._dispatcher
+
+    def _make(self) -> Any:
+        with _cache_outside_the_package() as numba:
+            return numba.njit(**self._options)(self.py_func)
+
+
+class CudaKernel(_LazyJit):
+    """A CUDA kernel in Python; its source calls numba.cuda `cuda`."""
+
+    def _make(self) -> Any:
+        cuda = self.py_func.__globals__["cuda"] = numba_cuda()
+        with _cache_outside_the_package():
+            return cuda.jit(**self._options)(self.py_func)
+
+    def launch(self, grid: int | tuple[int, ...], threads: int, *arguments: Any) -> None:
+        """Puts the kernel on CuPy's current stream, where a graph may be capturing, once it has
+        been compiled by a first launch with arguments of the same types.
+
+        arguments: CuPy arrays and scalars of NumPy; NumPy arrays where Numba simulates CUDA
+        (NUMBA_ENABLE_CUDASIM=1), which then runs the kernel on the CPU.
+        """
+        kernel = self.compile()
+        if import_module("numba").config.ENABLE_CUDASIM:
+            kernel[grid, threads](*arguments)
+            return
+        stream = cupy().cuda.get_current_stream().ptr
+        stream = numba_cuda().external_stream(stream) if stream else 0
+        kernel[grid, threads, stream](*map(_numba_argument, arguments))
+
+
+def _numba_argument(value: Any) -> Any:
+    """A CuPy array as Numba's view of it, made without waiting for its stream; others as is."""
+    if hasattr(value, "__cuda_array_interface__"):
+        return numba_cuda().as_cuda_array(value, sync=False)
+    return value
 
 
 _cache_lock = threading.Lock()
@@ -158,6 +194,19 @@ def jit(function: Callable) -> Callable:
     """
     return _LazyJit(function, {"cache": True, "nogil": True, "fastmath": {"contract"}})
 
+
+def cuda_jit(function: Callable) -> CudaKernel:
+    """A Numba CUDA kernel, compiled at its first launch and cached on disk."""
+    return CudaKernel(function, {"cache": True})
+
+
+def cuda_device_jit(function: Callable) -> CudaKernel:
+    """A function for the kernels of its module to call."""
+    return CudaKernel(function, {"device": True})
+
+
+cuda: Any = None
+"""To be imported by modules with kernels, where numba.cuda takes its place at the first launch."""
 
 PARALLEL_WORK = 1 << 20
 

@@ -1,8 +1,9 @@
-"""CUDA graphs: a sequence of launches captured once and replayed as one."""
+"""CUDA graphs: a sequence of launches captured once and replayed as one; and the same without."""
 
 from collections.abc import Callable
 from typing import Any
 
+from npmoe.runtime import nvtx
 from npmoe.runtime.device import cupy
 
 
@@ -11,10 +12,8 @@ class Graph:
 
     def __init__(self, enqueue: Callable[[], None]) -> None:
         """Runs `enqueue` once for real, so that everything is compiled, then captures it."""
-        self.stream: Any = cupy().cuda.Stream(non_blocking=True)
+        self.stream = _run_once(enqueue)
         with self.stream:
-            enqueue()
-            self.stream.synchronize()
             self.stream.begin_capture()
             try:
                 enqueue()
@@ -24,3 +23,26 @@ class Graph:
     def replay(self) -> None:
         """Puts one run of the graph on its stream; does not wait."""
         self._graph.launch(self.stream)
+
+
+class Eager:
+    """Like Graph, but every replay enqueues anew, in NVTX ranges: for a profiler, and slower."""
+
+    def __init__(self, enqueue: Callable[[], None]) -> None:
+        """Runs `enqueue` once for real, so that everything is compiled."""
+        self.stream, self._enqueue = _run_once(enqueue), enqueue
+
+    def replay(self) -> None:
+        """Puts one run on the stream, in a range "step"; does not wait."""
+        with self.stream, nvtx.recording(), nvtx.annotate("step"):
+            self._enqueue()
+
+
+def _run_once(enqueue: Callable[[], None]) -> Any:
+    """A stream on which `enqueue` has run, after all that fills its buffers on the null stream."""
+    stream = cupy().cuda.Stream(non_blocking=True)
+    cupy().cuda.Stream.null.synchronize()
+    with stream:
+        enqueue()
+        stream.synchronize()
+    return stream

@@ -5,6 +5,10 @@ Kernels of compute capability below 9.0 are launched plainly.
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -12,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from npmoe.errors import DeviceError
+from npmoe.runtime import nvtx
 from npmoe.runtime.device import compute_capability, cupy
+from npmoe.runtime.failures import status_error
 
 PLAIN_SHARED_BYTES = 48 * 1024
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
@@ -39,6 +45,35 @@ def _argument(value: Any) -> tuple[Any, Any]:
     return value.data.ptr, _POINTER
 
 
+@dataclass(frozen=True)
+class Launch:
+    """One call of `launch`, to be made again; its arrays must live on."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    threads: int
+    arguments: tuple[Any, ...]
+    shared: int
+
+    def again(self) -> None:
+        """Puts it on the current stream."""
+        launch(self.kernel, self.grid, self.threads, *self.arguments, shared=self.shared)
+
+
+_recorder: ContextVar[list[Launch] | None] = ContextVar("launch_recorder", default=None)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Inside, in this thread, `launch` runs nothing and notes its calls in the list."""
+    launches: list[Launch] = []
+    token = _recorder.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorder.reset(token)
+
+
 def launch(
     kernel: Any, grid: tuple[int, ...], threads: int, *arguments: Any, shared: int = 0
 ) -> None:
@@ -46,6 +81,10 @@ def launch(
 
     Python ints become int32, floats float32, arrays pointers, None a null pointer.
     """
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.append(Launch(kernel, grid, threads, arguments, shared))
+        return
     driver = _driver()
     # All kernels with the same carve-out: a multiprocessor must be empty before it can change it.
     kernel.preferred_shared_memory_carveout = 100
@@ -65,8 +104,9 @@ def launch(
         attribute.value = value
         config.attrs, config.numAttrs = [attribute], 1
     values, types = zip(*map(_argument, arguments), strict=True)
-    (status,) = driver.cuLaunchKernelEx(
-        config, driver.CUfunction(kernel.kernel.ptr), (values, types), 0
-    )
+    with nvtx.annotate(kernel.name):
+        (status,) = driver.cuLaunchKernelEx(
+            config, driver.CUfunction(kernel.kernel.ptr), (values, types), 0
+        )
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise DeviceError(f"launching {kernel.name} failed: {status.name}")
+        raise status_error(status.name, f"launching {kernel.name}")

@@ -4,11 +4,13 @@ The only file that names RawModule.
 """
 
 import hashlib
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from npmoe.errors import DeviceError
 from npmoe.runtime.device import compute_capability, cupy
+from npmoe.runtime.failures import named_error
 from npmoe.runtime.resources import folder
 
 OLDEST_ARCH = 80
@@ -40,31 +42,65 @@ def bulk() -> bool:
     return compute_capability() >= 90
 
 
-def kernel(stem: str, name: str, **macros: int) -> Any:
-    """The function `name` of cuda_src/<stem>.cu, specialised by `macros`.
+class FormatCode(int):
+    """The value of a macro that stands for a format; kernels that get it say `name` in theirs."""
 
-    Raises DeviceError if the compiler is missing or the GPU is too old.
+    name: str
+
+    def __new__(cls, name: str, value: int) -> "FormatCode":
+        code = super().__new__(cls, value)
+        code.name = name
+        return code
+
+
+def named_codes(codes: Mapping[str, int]) -> dict[str, int]:
+    """Format -> value of a macro, as FormatCode."""
+    return {name: FormatCode(name, value) for name, value in codes.items()}
+
+
+def symbol(name: str, macros: Mapping[str, int]) -> str:
+    """What a profiler calls the kernel: `name` and the formats among its macros, by macro name, one
+    if they are all the same: gate_up_fp4, attention_bf16_fp4 (K and V)."""
+    values = [macros[key] for key in sorted(macros)]
+    formats = [value.name for value in values if isinstance(value, FormatCode)]
+    if len(set(formats)) == 1:
+        formats = formats[:1]
+    return "_".join((name, *formats))
+
+
+def kernel(stem: str, name: str, **macros: int) -> Any:
+    """The function `name` of cuda_src/<stem>.cu, specialised by `macros` and named by `symbol`.
+
+    Raises DeviceError if the compiler is missing or refuses it, or the GPU is too old.
     """
     return _kernel(stem, name, tuple(sorted(macros.items())))
 
 
 @cache
 def _kernel(stem: str, name: str, macros: tuple[tuple[str, int], ...]) -> Any:
-    return _module(stem, macros).get_function(name)
+    try:
+        return _module(stem, name, macros).get_function(symbol(name, dict(macros)))  # compiles
+    except Exception as error:
+        named = named_error(error, f"{stem}.cu")
+        if named is None and isinstance(error, ImportError | RuntimeError | OSError):
+            named = DeviceError(f"the CUDA compiler (NVRTC) cannot be used: {error}")
+        if named is None:
+            raise
+        raise named from error
 
 
 @cache
-def _module(stem: str, macros: tuple[tuple[str, int], ...]) -> Any:
+def _module(stem: str, name: str, macros: tuple[tuple[str, int], ...]) -> Any:
+    """cuda_src/<stem>.cu in which `name` has become its symbol."""
     source = folder("cuda_src") / f"{stem}.cu"
+    renamed = symbol(name, dict(macros))
     options = (
         "-std=c++17",
         f"-arch={_architecture()}",
         f"-I{folder('cuda_src')}",
         f"-DHEADERS_DIGEST=0x{_headers_digest()}ull",
         *(f"-D{key}={int(value)}" for key, value in macros),
+        *([f"-D{name}={renamed}"] if renamed != name else []),
     )
     code = f'#line 1 "{source.name}"\n{source.read_text()}'
-    try:
-        return cupy().RawModule(code=code, options=options)
-    except (ImportError, RuntimeError, OSError) as error:
-        raise DeviceError(f"the CUDA compiler (NVRTC) cannot be used: {error}") from error
+    return cupy().RawModule(code=code, options=options)

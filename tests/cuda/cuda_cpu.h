@@ -479,6 +479,8 @@ T atomicAdd(T* p, T v) { return std::exchange(*p, T(*p + v)); }
 template <class T>
 T atomicMax(T* p, T v) { return std::exchange(*p, *p < v ? v : *p); }
 template <class T>
+T atomicOr(T* p, T v) { return std::exchange(*p, *p | v); }
+template <class T>
 T atomicExch(T* p, T v) { return std::exchange(*p, v); }
 
 template <class T>

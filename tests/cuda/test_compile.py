@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from npmoe.models.decode import W_CODES
+from npmoe.models.prepare import KERNELS
 from npmoe.runtime.resources import folder
 from tests.cuda.nvrtc import Usage, compile_kernels, missing
 from tests.cuda.steps import Shape, Specialised, launches
@@ -57,6 +59,16 @@ STEPS: list[tuple[GPU, Shape, str, Format, int]] = [  # GPU, model, weights, K a
     (B200, QWEN, "bf16", "fp4", 8),
     (RTX5090, QWEN, "fp4", "fp4", 1),
     (RTX5090, SMALL_HEADS, "bf16", "bf16", 8),
+    (H200, QWEN, "fp8", "bf16", 1),
+    (H200, MIXTRAL, "int4", "fp4", 8),
+    (H200, QWEN, "int4_asym", ("bf16", "fp4"), 4),
+    (H200, SMALL_HEADS, "mxfp4", "fp4", 2),
+    (H200, SEED, "nvfp4", "fp4", 1),
+    (A100, QWEN, "int4_asym", "bf16", 1),
+    (A100, SMALL_HEADS, "fp8", "fp4", 8),
+    (L4, QWEN, "nvfp4", "fp4", 2),
+    (B200, QWEN, "mxfp4", "fp4", 1),
+    (RTX5090, SMALL_HEADS, "int4", "bf16", 4),
 ]
 DENSE = {"K": 256, "TOKENS": 1, "W_FORMAT": 1, "BATCH": 1, "STAGES": 2, "WARPS": 2}
 EXPERTS = {"HIDDEN": 256, "WIDTH": 256, "EXPERTS": 8, "TOP_K": 2, "RENORMALIZE": 1}
@@ -69,9 +81,11 @@ REGISTERS = 65536
 BLOCKS = 2
 """Registers of a multiprocessor, and the blocks that share it."""
 
+PREPARED = [tuple(W_CODES[f] for f in pair) for pair in KERNELS]
 STATIC_BYTES = {"gate_up": 256, "down": 256}  # room for shared memory that is not dynamic
 SPILLS = {  # by the compiler that setup.cfg pins
-    "sm_100a-seed-67b-fp4-fp4+bf16-1": "gate_up spills 12 bytes",
+    "sm_100a-seed-67b-fp4-fp4+bf16-1": "down spills 12 bytes",
+    "sm_90a-mixtral-8x7b-int4-fp4-8": "qkv spills 12 bytes",
 }
 
 
@@ -115,7 +129,7 @@ def test_shared_memory_fits(step: tuple[GPU, Shape, str, Format, int]) -> None:
 def test_every_source_is_launched() -> None:
     stems = {path.stem for path in folder("cuda_src").glob("*.cu")}
     asked = {x.kernel.stem for x in launches(QWEN, "fp4", "fp4", 1, True, 132, H200.shared)}
-    assert stems - asked == {"roofline"}  # a bench, see below
+    assert stems - asked == {"roofline", "prepare"}  # a bench, and loading: see below
 
 
 @needs_nvrtc
@@ -125,11 +139,21 @@ def test_roofline_compiles(gpu: GPU) -> None:
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("gpu", [A100, L4, H200, B200, RTX5090], ids=lambda gpu: gpu.architecture)
+@pytest.mark.parametrize(("source", "target"), PREPARED)
+def test_prepare_compiles(gpu: GPU, source: int, target: int) -> None:
+    for paired in (0, 1):
+        macros = (("SOURCE", source), ("W_FORMAT", target), ("PAIRED", paired))
+        assert compiled(Specialised("prepare", "prepare", macros), gpu)["prepare"].spilled == 0
+
+
+@needs_nvrtc
 @pytest.mark.parametrize(
     ("stem", "macros", "message"),
     [
         ("route", {"K": 100, "EXPERTS": 8}, "route needs K"),
         ("qkv", {"K": 256, "TOKENS": 1, "WARPS": 8}, "define W_FORMAT"),
+        ("lm_head", DENSE | {"W_FORMAT": 7}, "define W_FORMAT as 0 to 6"),
         (
             "attention",
             ATTENTION | {"HEADS": 64},
@@ -143,6 +167,8 @@ def test_roofline_compiles(gpu: GPU) -> None:
         ("qkv", DENSE | {"BATCH": 0}, "1 or more"),
         ("output", DENSE | {"BATCH": 16, "WARPS": 4}, "finishes one row"),
         ("experts", EXPERTS | {"WIDTH": 192}, "HIDDEN and WIDTH"),
+        ("prepare", {"SOURCE": 1, "W_FORMAT": 0, "PAIRED": 0}, "prepare makes"),
+        ("prepare", {"SOURCE": 0, "W_FORMAT": 1}, "define PAIRED"),
         ("experts", EXPERTS | {"TOP_K": 9}, "TOP_K 1 to 32"),
     ],
 )

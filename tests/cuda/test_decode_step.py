@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from npmoe.batch import Batch
-from npmoe.config import KVCacheConfig
+from npmoe.config import KVCacheConfig, WeightsPolicy, parse_weights
 from npmoe.formats.fragments import to_fragments
 from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.kv.storage import KVCache
@@ -23,14 +23,14 @@ PAGE, PAGES_EACH = 16, 6
 SHAPE = Shape("tiny", 256, 2, 4, 2, 64, 8, 3, 128, 200)
 
 
-def make_weights(fmt: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def make_weights(policy: WeightsPolicy) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same weights for the NumPy model and for the step."""
     rng = np.random.default_rng(11)
     s, plain, step = SHAPE, {}, {}
 
-    def matrix(*shape: int) -> QuantTensor:
+    def matrix(part: str, *shape: int) -> QuantTensor:
         x = rng.standard_normal(shape) * 1.5 / shape[-1] ** 0.5
-        return quantize(x.astype(np.float32), fmt)
+        return quantize(x.astype(np.float32), policy[part])
 
     def put(name: str, w: QuantTensor) -> None:
         plain[name] = prepare_linear(w)
@@ -47,14 +47,17 @@ def make_weights(fmt: str) -> tuple[dict[str, Any], dict[str, Any]]:
         vector(layer + "post_attention_layernorm", s.hidden)
         vector(layer + "q_norm", s.head_dim)
         vector(layer + "k_norm", s.head_dim)
-        put(layer + "qkv_proj", matrix((s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden))
-        put(layer + "o_proj", matrix(s.hidden, s.heads * s.head_dim))
+        put(
+            layer + "qkv_proj",
+            matrix("attention", (s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden),
+        )
+        put(layer + "o_proj", matrix("attention", s.hidden, s.heads * s.head_dim))
         router = quantize(rng.standard_normal((s.experts, s.hidden)).astype(np.float32), "bf16")
         plain[layer + "router"], step[layer + "router"] = prepare_linear(router), router.codes
-        put(layer + "gate_up_proj", matrix(s.experts, 2 * s.width, s.hidden))
-        put(layer + "down_proj", matrix(s.experts, s.hidden, s.width))
+        put(layer + "gate_up_proj", matrix("experts", s.experts, 2 * s.width, s.hidden))
+        put(layer + "down_proj", matrix("experts", s.experts, s.hidden, s.width))
     vector("norm", s.hidden)
-    put("lm_head", matrix(s.vocab, s.hidden))
+    put("lm_head", matrix("lm_head", s.vocab, s.hidden))
     return plain, step
 
 
@@ -69,13 +72,15 @@ def make_cache(kv: str | tuple[str, str], seqs: int) -> KVCache:
     [
         ("fp4", "fp4", (70,), True),
         ("bf16", ("bf16", "fp4"), (17, 1, 64), False),
+        ({"attention": "fp8", "experts": "mxfp4", "lm_head": "int4_asym"}, "fp4", (9, 40), True),
+        ({"attention": "int4", "experts": "nvfp4", "lm_head": "fp8"}, "bf16", (3,), False),
     ],
 )
 def test_a_step_is_that_of_the_model(
-    weights: str, kv: str | tuple[str, str], lengths: tuple[int, ...], bulk: bool
+    weights: str | WeightsPolicy, kv: str | tuple[str, str], lengths: tuple[int, ...], bulk: bool
 ) -> None:
     """Four steps, each feeding the next its greedy token; the prompt runs in NumPy."""
-    plain, on_device = make_weights(weights)
+    plain, on_device = make_weights(parse_weights(weights))
     model, seqs = CausalLM(SHAPE.spec(), plain), len(lengths)
     rng = np.random.default_rng(5)
     tables = rng.permutation(PAGES_EACH * seqs).astype(np.int32).reshape(seqs, -1)

@@ -19,6 +19,11 @@ SPECIALISATIONS = [  # format, K, TOKENS, row tiles a block at most, chunks in t
     ("fp4", 640, 3, 3, 2),
     ("fp4", 512, 1, 4, 8),  # all of a block in shared memory
     pytest.param("bf16", 1152, 8, 2, 0, marks=pytest.mark.sanitize),
+    pytest.param("nvfp4", 256, 2, 4, 0, marks=pytest.mark.sanitize),
+    ("fp8", 384, 8, 4, 0),
+    ("int4", 256, 1, 4, 0),
+    ("int4_asym", 128, 5, 4, 2),
+    ("mxfp4", 384, 1, 4, 2),
 ]
 LAUNCHES = [  # tokens at most, rows, blocks, bias
     (8, 112, 2, False),
@@ -64,4 +69,4 @@ def test_output(
         return (residual,)
 
     (residual,) = run_all_orders(run)
-    assert relative_error(residual, before + linear_ref(x, w, bias)) < TOLERANCE[fmt]
+    assert relative_error(residual, before + linear_ref(x, w, bias)) < TOLERANCE

@@ -22,6 +22,11 @@ SPECIALISATIONS = [  # format, K, TOKENS, row tiles a block at most, chunks in t
     ("fp4", 1152, 8, 4, 0),  # nine slices on eight warps
     ("bf16", 2176, 4, 20, 3),  # 17 slices on 16 warps
     ("bf16", 256, 5, 2, 0),
+    ("fp8", 256, 1, 5, 2),
+    ("int4", 384, 3, 5, 2),
+    ("int4_asym", 256, 1, 4, 0),
+    ("mxfp4", 128, 2, 5, 0),
+    ("nvfp4", 256, 5, 4, 2),
 ]
 LAUNCHES = [  # tokens at most, rows, blocks, bias
     (8, 160, 3, True),
@@ -63,4 +68,4 @@ def test_qkv(
 
     (projected,) = run_all_orders(run)
     expected = linear_ref(rms_norm_ref(x, norm, EPS), w, bias)
-    assert relative_error(projected, expected) < TOLERANCE[fmt]
+    assert relative_error(projected, expected) < TOLERANCE

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from npmoe.batch import Batch
-from npmoe.config import KVCacheConfig, RopeConfig
+from npmoe.config import KVCacheConfig, RopeConfig, WeightsPolicy, parse_weights
 from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.kv.storage import KVCache
 from npmoe.models.decode import DecodeStep
@@ -29,7 +29,7 @@ def tiny_spec(head_dim: int) -> ModelSpec:
     return ModelSpec(256, 1000, 1e-6, RopeConfig(), 4096, (layer,) * 2, False)
 
 
-def random_weights(spec: ModelSpec, weight_format: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def random_weights(spec: ModelSpec, policy: WeightsPolicy) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same random parameters prepared for the CPU and for the GPU."""
     rng = np.random.default_rng(1)
     cpu: dict[str, Any] = {}
@@ -39,9 +39,8 @@ def random_weights(spec: ModelSpec, weight_format: str) -> tuple[dict[str, Any],
             cpu[p.name] = rng.uniform(0.5, 1.5, p.shape).astype(np.float32)
             gpu[p.name] = cupy().asarray(cpu[p.name])
             continue
-        native = p.part in ("table", "router")
         values = rng.standard_normal(p.shape, np.float32) * (1.5 / p.shape[-1] ** 0.5)
-        w: QuantTensor = quantize(values, "bf16" if native else weight_format)
+        w: QuantTensor = quantize(values, policy.get(p.part, "bf16"))
         cpu[p.name] = w if p.part == "table" else prepare_linear(w)
         gpu[p.name] = prepare_for_gpu(p, w.map_arrays(lambda a: to_device(a, "cuda")))
     return cpu, gpu
@@ -61,13 +60,25 @@ CASES = [  # weights, kv, head_dim, sequences, context
     ("bf16", "bf16", 64, 2, 300),
     ("fp4", ("bf16", "fp4"), 64, 2, 100),
     ("bf16", "fp4", 64, 8, 200),
+    ("fp8", "bf16", 128, 1, 70),
+    ("fp8", "fp4", 128, 8, 33),
+    ("int4", "fp4", 128, 1, 40),
+    ("int4", "bf16", 64, 4, 40),
+    ("int4_asym", "fp4", 128, 1, 90),
+    ("int4_asym", "bf16", 128, 2, 20),
+    ("mxfp4", "fp4", 128, 1, 50),
+    ("mxfp4", "bf16", 64, 8, 30),
+    ("nvfp4", "fp4", 128, 1, 80),
+    ("nvfp4", "bf16", 128, 4, 30),
+    ({"experts": "mxfp4", "attention": "fp8", "lm_head": "int4"}, "fp4", 128, 1, 60),
+    ({"experts": "nvfp4", "attention": "int4_asym"}, "fp4", 128, 2, 60),  # lm_head is bf16
 ]
 
 
-@pytest.mark.parametrize(("weight_format", "kv", "head_dim", "seqs", "context"), CASES)
-def test_steps_agree_with_numpy(weight_format, kv, head_dim, seqs, context) -> None:
+@pytest.mark.parametrize(("weights", "kv", "head_dim", "seqs", "context"), CASES)
+def test_steps_agree_with_numpy(weights, kv, head_dim, seqs, context) -> None:
     spec = tiny_spec(head_dim)
-    cpu, gpu = random_weights(spec, weight_format)
+    cpu, gpu = random_weights(spec, parse_weights(weights))
     model = CausalLM(spec, cpu)
     pages = -(-(context + STEPS) // PAGE)
     cache = KVCache(2, pages * seqs, PAGE, 2, head_dim, KVCacheConfig.parse(kv))

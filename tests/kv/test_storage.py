@@ -103,3 +103,22 @@ def test_a_group_that_does_not_divide_head_dim_is_refused_with_what_would_fit() 
     with pytest.raises(UnsupportedModel, match="use fp32 or bf16"):
         KVCache(1, 1, 16, 1, 24, KVCacheConfig("fp4", "fp4", 16))
     assert KVCache(1, 1, 16, 1, 80, KVCacheConfig("bf16", "fp32")).nbytes > 0
+
+
+def test_layers_are_views_of_what_copy_pages_copies() -> None:
+    cache = KVCache(2, 4, 4, 2, 32, KVCacheConfig("bf16", "fp4"))
+    for layer, value in zip(cache.layers, (1, 2), strict=True):
+        for a in (a for pages in layer for a in pages.arrays()):
+            a[0], a[1] = value, value + 10
+    cache.copy_pages([(0, 2), (1, 3)])
+    for layer, value in zip(cache.layers, (1, 2), strict=True):
+        for a in (a for pages in layer for a in pages.arrays()):
+            assert [np.unique(page).tolist() for page in a[2:]] == [[value], [value + 10]]
+    cache.copy_pages([])
+
+
+@pytest.mark.parametrize("copies", [[(0, 1), (1, 2)], [(0, 2), (1, 2)], [(0, 0)]])
+def test_copies_whose_order_would_matter_are_refused(copies: list[tuple[int, int]]) -> None:
+    cache = KVCache(1, 3, 4, 1, 32, KVCacheConfig("bf16", "bf16"))
+    with pytest.raises(ValueError, match="a target must be nothing else besides"):
+        cache.copy_pages(copies)

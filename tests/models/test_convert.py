@@ -211,3 +211,12 @@ def test_an_array_of_another_type(source: Path, tmp_path: Path) -> None:
     save_file(tensors | {name: tensors[name].astype(np.float32)}, path)
     with pytest.raises(UnsupportedModel, match=r"down_proj\.scales.*F32.*read as F16"):
         open_model(path.parent)
+
+
+def test_loading_does_not_quantise_again_either(source: Path, tmp_path: Path) -> None:
+    converted = run(source, tmp_path / "new", "fp4")
+    with pytest.raises(
+        UnsupportedModel, match="attention is fp4 already; making it fp8 would lose"
+    ):
+        logits(converted, "fp8")
+    np.testing.assert_allclose(logits(converted, "fp32"), logits(converted), rtol=0, atol=1e-3)

@@ -37,6 +37,8 @@ def test_what_has_kernels_passes() -> None:
     check()
     check(weights="fp4", kv=("bf16", "fp4"))
     check(stored={"attention": "mixed"}, weights="bf16")
+    check(stored={"attention": "fp8", "experts": "mxfp4", "lm_head": "bf16"})
+    check(weights={"experts": "nvfp4", "attention": "int4", "lm_head": "int4_asym"})
     check(kv=KVCacheConfig("bf16", "bf16", 64))
 
 
@@ -64,6 +66,10 @@ def test_layers_without_a_kernel(spec: ModelSpec, message: str) -> None:
     ("options", "message"),
     [
         ({"weights": "int8"}, "no GPU kernel reads int8 weights"),
+        (
+            {"stored": {"experts": "fp16"}},
+            r"fp16 weights \(experts\); choose one of bf16, fp4, fp8",
+        ),
         ({"stored": {"attention": "mixed"}}, "no GPU kernel reads mixed weights"),
         ({"stored": {"table": "fp32"}}, "reads a table in bf16, this checkpoint has fp32"),
         ({"kv": "fp8"}, "kv_cache fp8 .* no GPU kernel"),

@@ -1,7 +1,6 @@
 """Checkpoint -> model: what does not fit is named before any weight is read."""
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npmoe.config import KVCacheConfig, parse_weights
-from npmoe.dtypes import gigabytes
-from npmoe.errors import CheckpointError, OutOfMemory, UnsupportedModel
+from npmoe.config import KVCacheConfig
+from npmoe.errors import CheckpointError, UnsupportedModel
 from npmoe.kv.storage import KVCache
-from npmoe.models import loader
+from npmoe.models.conversion import convert_parameter
 from npmoe.models.loader import load_model
 from npmoe.models.stored import open_model, read_parameter
 from tests.cases import FOUR_BIT, WEIGHT_FORMATS
@@ -176,35 +174,6 @@ def test_config_keys_can_be_ignored(make: Callable[..., Path]) -> None:
     assert open_model(folder, ignored=("logit_scale",)).config.model_type == "olmoe"
 
 
-def test_nothing_is_read_when_the_memory_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    def untouched(*_: Any) -> None:
-        raise AssertionError("a weight was read")
-
-    monkeypatch.setattr(loader, "free_memory", lambda device: 1000)
-    monkeypatch.setattr(loader, "read_parameter", untouched)
-    with pytest.raises(OutOfMemory, match=r"need 2.* kB, 1 kB are free; weights='fp4' would take"):
-        load_model(open_model(GOLDEN / "mixtral"), {}, "cpu", quiet=True)
-
-
-@pytest.mark.parametrize(
-    ("device", "code_bytes", "kept"), [("cpu", 1, ("router",)), ("cuda", 0.5, ("router", "table"))]
-)
-def test_memory_is_that_of_the_device(
-    monkeypatch: pytest.MonkeyPatch, device: str, code_bytes: float, kept: tuple[str, ...]
-) -> None:
-    """The embedding is loaded to a GPU and stays in its file on a CPU."""
-    opened = open_model(GOLDEN / "mixtral")
-    monkeypatch.setattr(loader, "free_memory", lambda device: 1000)
-    total = 0.0
-    for p in opened.parameters:
-        if p.part not in ("vector", "router", "table"):
-            total += math.prod(p.shape) * (code_bytes + 2 / 32)
-        elif p.part in kept:
-            total += math.prod(p.shape) * 2
-    with pytest.raises(OutOfMemory, match=f"need {gigabytes(total)}, 1 kB are free$"):
-        load_model(opened, parse_weights("fp4"), device, quiet=True)
-
-
 def test_a_format_that_cannot_hold_a_matrix_names_it() -> None:
     # 96 columns are 3 groups of 32, but qwen3's down_proj with 80 is none.
     opened = open_model(GOLDEN / "llama")
@@ -212,7 +181,7 @@ def test_a_format_that_cannot_hold_a_matrix_names_it() -> None:
     w = read_parameter(opened, parameter)
     narrow = type(w)(w.format, (64, 80), w.codes[:, :80])
     with pytest.raises(ValueError, match=r"layers.0.down_proj .* cannot be fp4: .*80"):
-        loader.convert_parameter(parameter, narrow, {"mlp": "fp4"})
+        convert_parameter(parameter, narrow, {"mlp": "fp4"})
 
 
 def test_head_dim_that_is_no_multiple_of_the_group() -> None:

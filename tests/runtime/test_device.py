@@ -5,6 +5,8 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,11 @@ from npmoe.errors import DeviceError
 from npmoe.runtime import device
 from npmoe.runtime.device import (
     PARALLEL_WORK,
+    CudaKernel,
     cpu_threads,
     free_memory,
     jit,
+    numba_cuda,
     parallel_ranges,
     resolve_device,
     to_device,
@@ -23,42 +27,44 @@ from npmoe.runtime.device import (
 )
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, gpus: int, problem: str | None, cupy: bool) -> None:
-    """Pretends that this machine is one with so many GPUs, a driver problem, and CuPy or not."""
-    monkeypatch.setattr(device, "_count_gpus", lambda: (gpus, problem))
-    monkeypatch.setattr(device, "find_spec", lambda name: object() if cupy else None)
-
-
 @pytest.mark.parametrize(
-    ("wanted", "gpus", "expected"),
+    ("wanted", "has_gpu", "expected"),
     [
-        ("cpu", 0, "cpu"),
-        ("cpu", 2, "cpu"),
-        ("auto", 0, "cpu"),
-        ("auto", 1, "cuda"),
-        ("cuda", 1, "cuda"),
+        ("cpu", False, "cpu"),
+        ("cpu", True, "cpu"),
+        ("auto", False, "cpu"),
+        ("auto", True, "cuda"),
+        ("cuda", True, "cuda"),
     ],
 )
-def test_devices(monkeypatch: pytest.MonkeyPatch, wanted: str, gpus: int, expected: str) -> None:
-    machine(monkeypatch, gpus, None, cupy=True)
+def test_devices(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, has_gpu: bool, expected: str
+) -> None:
+    monkeypatch.setattr(device, "load_driver", lambda: object() if has_gpu else None)
+    monkeypatch.setattr(device, "check_capability", lambda driver: None)
+    monkeypatch.setattr(device, "check_packages", lambda driver, cupy: None)
     assert resolve_device(wanted) == expected
 
 
-@pytest.mark.parametrize(
-    ("wanted", "gpus", "problem", "cupy", "message"),
-    [
-        ("cuda", 0, None, True, "no NVIDIA GPU was found"),
-        ("cuda", 0, "the driver does not start", True, "the driver does not start"),
-        ("auto", 0, "the driver does not start", True, "the driver does not start.*device='cpu'"),
-        ("auto", 1, None, False, "CuPy is not installed.*cuda13"),
-        ("cuda", 1, None, False, "CuPy is not installed"),
-    ],
-)
-def test_a_gpu_that_cannot_be_used_is_an_error_that_says_why(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, gpus: int, problem: str, cupy: bool, message: str
+def test_no_gpu_says_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "load_driver", lambda: None)
+    with pytest.raises(DeviceError, match=r"'cuda': no NVIDIA GPU.*8\.0.*libcuda.*device='cpu'"):
+        resolve_device("cuda")
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+@pytest.mark.parametrize("check", ["load_driver", "check_capability", "check_packages"])
+def test_a_gpu_that_cannot_be_used_is_never_passed_over(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, check: str
 ) -> None:
-    machine(monkeypatch, gpus, problem, cupy)
-    with pytest.raises(DeviceError, match=message):
+    def refuse(*_: object) -> None:
+        raise DeviceError("why")
+
+    monkeypatch.setattr(device, "load_driver", lambda: object())
+    monkeypatch.setattr(device, "check_capability", lambda driver: None)
+    monkeypatch.setattr(device, "check_packages", lambda driver, cupy: None)
+    monkeypatch.setattr(device, check, refuse)
+    with pytest.raises(DeviceError, match="why"):
         resolve_device(wanted)
 
 
@@ -146,9 +152,53 @@ def test_compiled_functions_call_each_other() -> None:
     assert _double(np.float32(3)) == 6
 
 
+def test_without_numba_cuda_its_kernels_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    monkeypatch.setattr("numba.config.ENABLE_CUDASIM", 0)
+    numba_cuda.cache_clear()
+    with pytest.raises(DeviceError, match=r"numba-cuda is not installed.*cuda13"):
+        numba_cuda()
+
+
+def test_a_kernel_runs_on_cupys_stream_and_waits_for_no_array(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OnDevice:
+        __cuda_array_interface__ = "an address"
+
+    launched = []
+
+    class Compiled:
+        def __getitem__(self, configuration: tuple) -> Any:
+            return lambda *arguments: launched.append((configuration, arguments))
+
+    stream = SimpleNamespace(ptr=7)
+    fake_cuda = SimpleNamespace(
+        external_stream=lambda ptr: f"stream {ptr}",
+        as_cuda_array=lambda array, sync: (array, sync),
+    )
+    monkeypatch.setattr("numba.config.ENABLE_CUDASIM", 0)
+    monkeypatch.setattr(device, "numba_cuda", lambda: fake_cuda)
+    current = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
+    monkeypatch.setattr(device, "cupy", lambda: current)
+    kernel = CudaKernel(lambda x: x, {})
+    monkeypatch.setattr(kernel, "_dispatcher", Compiled())
+    array, scalar = OnDevice(), np.float32(3)
+    kernel.launch((2, 3), 64, array, scalar)
+    stream.ptr = 0
+    kernel.launch(1, 32, scalar)
+    assert launched == [
+        (((2, 3), 64, "stream 7"), ((array, False), scalar)),
+        ((1, 32, 0), (scalar,)),
+    ]
+
+
 def test_importing_npmoe_loads_neither_numba_nor_cupy_and_is_quick() -> None:
     code = (
-        "import sys, time; start = time.perf_counter(); import npmoe, npmoe.ops.linear; "
+        "import sys, time; start = time.perf_counter(); import npmoe; "
+        "import npmoe.ops.linear, npmoe.ops.route, npmoe.ops.group, npmoe.kv.tables; "
         "assert not {'numba', 'cupy', 'torch'} & set(sys.modules); "
         "print(time.perf_counter() - start)"
     )

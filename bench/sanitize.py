@@ -1,0 +1,87 @@
+"""compute-sanitizer over the GPU tests of the kernels: memcheck and racecheck.
+
+    python bench/sanitize.py [--tests tests/gpu/test_step.py] [--tool memcheck]
+
+Tests run with CuPy's memory pool off. Writes bench/results/sanitizer-<GPU>.json: for each tool the
+errors it found and whether the tests passed. Exits with 1 if there is an error or a failure.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from npmoe.bench.record import environment, results_file
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = ("memcheck", "racecheck")
+PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards?)")
+
+
+def find_sanitizer() -> str:
+    """The program's path. Raises SystemExit with what to do where there is none."""
+    path = os.pathsep.join((os.environ.get("PATH", ""), *PLACES))
+    found = shutil.which("compute-sanitizer", path=path)
+    if found is None:
+        raise SystemExit(
+            f"compute-sanitizer is neither on the PATH nor in {' or '.join(PLACES)}; "
+            "it comes with the CUDA toolkit"
+        )
+    return found
+
+
+def run_tool(sanitizer: str, tool: str, tests: list[str]) -> dict[str, Any]:
+    """One tool over the tests: its summary, with its log on standard output."""
+    command = [sanitizer, "--tool", tool, sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu"]
+    command += ["-p", "tests.gpu.no_pool", "-p", "no:cacheprovider", *tests]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    print(done.stdout)
+    return {"tool": tool, **summary(done.stdout), "passed": done.returncode == 0}
+
+
+def summary(log: str) -> dict[str, Any]:
+    """errors: as the tool counts them, None where it did not come to its end. tests: pytest's last
+    line."""
+    counts = [int(a or b) for a, b in SUMMARY.findall(log)]
+    ends = [
+        line.strip("= ") for line in log.splitlines() if re.search(r"\d+ (passed|failed)", line)
+    ]
+    return {"errors": sum(counts) if counts else None, "tests": ends[-1] if ends else None}
+
+
+def main() -> None:
+    """Runs the tools one after another."""
+    parser = argparse.ArgumentParser(description="compute-sanitizer over the kernel tests")
+    parser.add_argument("--tests", nargs="+", default=["tests/gpu/test_step.py"], metavar="T")
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="default: all")
+    parser.add_argument("--commit", help="what is checked, where git does not say")
+    parser.add_argument("--out", type=Path, help="default: bench/results/sanitizer-<GPU>.json")
+    args = parser.parse_args()
+    sanitizer = find_sanitizer()
+    runs = [run_tool(sanitizer, tool, args.tests) for tool in args.tool or TOOLS]
+    record: dict[str, Any] = {"tests": args.tests, "pool": False, "runs": runs}
+    record |= environment("cuda", ROOT)
+    record["commit"] = args.commit or record["commit"]
+    out = args.out or results_file(ROOT / "bench" / "results", "sanitizer", record)
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record))
+    raise SystemExit(any(not run["passed"] or run["errors"] != 0 for run in runs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How fast a decode step is, beside the time that its bytes must take (`npmoe bench`)."""

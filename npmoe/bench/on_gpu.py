@@ -1,0 +1,128 @@
+"""Times of decode steps on the GPU, and of the host between them."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from npmoe.bench.random_model import random_cache
+from npmoe.bench.timing import replay_ms
+from npmoe.config import KVCacheConfig
+from npmoe.dtypes import Array
+from npmoe.engine.engine import Engine
+from npmoe.engine.runner import Runner
+from npmoe.engine.scheduler import Scheduler
+from npmoe.kv.pages import PageAllocator
+from npmoe.kv.storage import KVCache
+from npmoe.models.decode import DecodeStep
+from npmoe.models.gpu import GpuModel
+from npmoe.models.specs import ModelSpec
+from npmoe.runtime.device import cupy
+from npmoe.runtime.graphs import Eager, Graph
+from npmoe.sampling import SamplingParams
+
+GAP_PROMPT, GAP_WARM_UP, GAP_STEPS = 256, 16, 128
+
+
+@dataclass(frozen=True)
+class GpuSetup:
+    """Weights and a filled cache on the GPU. block_table int32 `[batch, pages of a sequence]`."""
+
+    spec: ModelSpec
+    weights: dict[str, Any]
+    cache: KVCache
+    block_table: Array
+
+    @classmethod
+    def make(
+        cls,
+        spec: ModelSpec,
+        weights: dict[str, Any],
+        kv: KVCacheConfig,
+        batch: int,
+        page_size: int,
+        context: int,
+    ) -> "GpuSetup":
+        """With pages for `context` tokens, or for the loop of `host_gap_pct` if that is more."""
+        pages = pages_for(spec, context, page_size)
+        cache = random_cache(spec, kv, batch * pages, page_size, "cuda")
+        table = cupy().arange(batch * pages, dtype=np.int32).reshape(batch, pages)
+        return cls(spec, weights, cache, table)
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.block_table.shape[0]
+
+
+def pages_for(spec: ModelSpec, context: int, page_size: int) -> int:
+    """Pages of a sequence that the measurements need."""
+    return max(-(-context // page_size), _gap_pages(spec, page_size))
+
+
+def sampled_steps(setup: GpuSetup) -> dict[str, DecodeStep]:
+    """Way of choosing the next token on the device -> a decode step that ends with it."""
+    args = setup.spec, setup.weights, setup.cache.layers, setup.block_table
+    return {"greedy": DecodeStep(*args)}
+
+
+def step_ms(step: DecodeStep, graph: Graph | Eager, context: int) -> float:
+    """Median milliseconds of a step whose tokens are the `context`-th of their sequences."""
+
+    def prepare() -> None:
+        step.seq_lens[...] = context - 1  # embed counts the new token
+
+    milliseconds = replay_ms(graph, prepare)
+    if not bool(cupy().isfinite(step.logits).all()):
+        raise RuntimeError("the measured step gave logits that are NaN or infinite")
+    return milliseconds
+
+
+def host_gap_pct(setup: GpuSetup, step: DecodeStep, graph: Graph) -> float:
+    """How long the GPU waits for the host between steps, in percent of a step.
+
+    100 * (wall time of a step / GPU time of a step - 1): the first by the clock, of GAP_STEPS steps
+    that the engine drives (scheduler, pages, greedy choice, tokens to the host, stop checks) after
+    prompts of GAP_PROMPT tokens, the second by events, of the same steps replayed one after
+    another. What the host does while the GPU computes costs nothing; contexts are short, where a
+    step is shortest and a gap weighs most.
+    """
+    wall = _engine_ms(setup)
+    middle = _gap_prompt(setup.spec) + GAP_WARM_UP + GAP_STEPS // 2
+    return 100 * (wall / step_ms(step, graph, middle) - 1)
+
+
+def _gap_prompt(spec: ModelSpec) -> int:
+    return max(1, min(GAP_PROMPT, spec.max_positions - GAP_WARM_UP - GAP_STEPS - 1))
+
+
+def _gap_pages(spec: ModelSpec, page_size: int) -> int:
+    return -(-(_gap_prompt(spec) + GAP_WARM_UP + GAP_STEPS + 1) // page_size)
+
+
+def _engine_ms(setup: GpuSetup) -> float:
+    """Milliseconds of an engine step in which every sequence gets one token."""
+    spec, batch, prompt = setup.spec, setup.batch, _gap_prompt(setup.spec)
+    size = setup.cache.layers[0][0].page_size
+    pages = _gap_pages(spec, size)
+    cache = random_cache(spec, setup.cache.config, batch * pages + 1, size, "cuda")
+    model = GpuModel(spec, setup.weights)
+    model.bind(cache.layers, pages)
+    scheduler = Scheduler(PageAllocator(batch * pages, size), batch, batch * prompt)
+    engine = Engine(Runner(model, cache, size), scheduler, None, frozenset(), pages * size)
+    tokens = GAP_WARM_UP + GAP_STEPS
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True).resolve({})
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, spec.vocab_size, (batch, prompt)).tolist()
+    requests = [engine.add(ids, params) for ids in prompts]
+    while any(len(r.sequences[0].output_ids) < GAP_WARM_UP for r in requests):
+        engine.step()
+    done = sum(len(r.sequences[0].output_ids) for r in requests)
+    start = time.perf_counter()
+    while not all(r.done for r in requests):
+        engine.step()
+    elapsed = time.perf_counter() - start
+    steps = (batch * tokens - done) / batch
+    engine.close()
+    return 1e3 * elapsed / steps

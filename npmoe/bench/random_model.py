@@ -1,0 +1,99 @@
+"""Random weights and a filled KV cache, made on the device that runs them."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from npmoe.config import KVCacheConfig
+from npmoe.dtypes import Array, array_namespace
+from npmoe.formats.quant_tensor import QuantTensor, concatenate_rows, quantize
+from npmoe.kv.storage import KVCache
+from npmoe.models.conversion import cannot_be
+from npmoe.models.gpu import prepare_for_gpu
+from npmoe.models.parameters import TABLE, VECTOR, Parameter
+from npmoe.models.specs import ModelSpec
+from npmoe.ops.linear import prepare_linear
+from npmoe.ops.quantize import write_kv_pages
+from npmoe.runtime.device import to_device
+from npmoe.runtime.progress import progress
+
+CHUNK = 1 << 24
+"""Most elements that are float32 at once; rows of a chunk are a multiple of every layout's tile."""
+ROWS_MULTIPLE = 64
+
+
+def random_weights(
+    parameters: list[Parameter], formats: dict[str, str], device: str, quiet: bool = True
+) -> dict[str, Any]:
+    """Prepared weights by name; formats: part -> format.
+
+    Products of normal activations are normal. The experts of a layer are copies of one, each at an
+    address of its own, so that making them takes seconds.
+    Raises ValueError where a format cannot hold a matrix.
+    """
+    rng = array_namespace(to_device(np.zeros(1), device)).random.default_rng(0)
+    weights = {}
+    for p in progress(parameters, "making random weights", quiet):
+        if p.part == VECTOR:
+            weights[p.name] = to_device(random_vector(p, np.random.default_rng(0)), device)
+            continue
+        one = replace(p, shape=(1, *p.shape[1:])) if p.stacked else p
+        try:
+            w = prepare(one, random_matrix(one, formats[p.part], rng), device)
+        except ValueError as error:
+            raise cannot_be(p, formats[p.part], error) from None
+        weights[p.name] = _copies(w, p.shape[0]) if p.stacked else w
+    return weights
+
+
+def random_vector(p: Parameter, rng: Any) -> np.ndarray:
+    """Norms around 1, biases around 0, float32."""
+    center = 1.0 if "norm" in p.name else 0.0
+    return (center + 0.1 * rng.standard_normal(p.shape, dtype=np.float32)).astype(np.float32)
+
+
+def random_matrix(p: Parameter, format_name: str, rng: Any) -> QuantTensor:
+    """A random weight in "rows" layout: rows of norm 1, those of an embedding of norm sqrt(K)."""
+    *lead, rows, columns = p.shape
+    scale = np.float32(1.0 if p.part == TABLE else columns**-0.5)
+    step = max(1, CHUNK // (columns * ROWS_MULTIPLE)) * ROWS_MULTIPLE
+    if lead or format_name == "nvfp4":  # one global scale a matrix
+        step = rows
+    parts = []
+    for first in range(0, rows, step):
+        shape = (*lead, min(step, rows - first), columns)
+        values = rng.standard_normal(shape, dtype=np.float32) * scale
+        parts.append(quantize(values, format_name))
+    return concatenate_rows(parts)
+
+
+def prepare(p: Parameter, w: QuantTensor, device: str) -> QuantTensor | Array:
+    """A matrix as the loader lays it out for the device that it is on."""
+    if device == "cuda":
+        return prepare_for_gpu(p, w)
+    return w if p.part == TABLE else prepare_linear(w)
+
+
+def _copies(w: QuantTensor, count: int) -> QuantTensor:
+    """A stack of one matrix `count` times."""
+    xp = array_namespace(w.codes)
+    copied = w.map_arrays(lambda a: xp.repeat(a, count, axis=0))
+    return replace(copied, shape=(count, *w.shape[1:]))
+
+
+def random_cache(
+    spec: ModelSpec, kv: KVCacheConfig, num_pages: int, page_size: int, device: str
+) -> KVCache:
+    """A cache in which every page of a layer holds the same random keys and values."""
+    heads, head_dim = spec.num_kv_heads, spec.head_dim
+    sizes = page_size, heads, head_dim, kv
+    cache = KVCache(len(spec.layers), num_pages, *sizes, device)
+    rng, slots = np.random.default_rng(1), np.arange(page_size, dtype=np.int32)
+    for layer, page in zip(cache.layers, KVCache(len(spec.layers), 1, *sizes).layers, strict=True):
+        for many, one in zip(layer, page, strict=True):
+            values = rng.standard_normal((page_size, heads, head_dim), dtype=np.float32)
+            write_kv_pages(one, values, slots)
+            for a, b in zip(many.arrays(), one.arrays(), strict=True):
+                a[...] = to_device(b, device)
+    return cache

@@ -1,0 +1,161 @@
+"""`npmoe bench` on the CPU, and on a GPU whose kernels g++ built (it counts launches for time)."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from npmoe import cli
+from npmoe.bench.kernels import as_records, kernel_times, table
+from npmoe.bench.measure import BenchOptions
+from npmoe.bench.subject import named_shape
+from npmoe.config import KVCacheConfig, parse_weights
+from tests.bench.conftest import TINY
+from tests.cli_fixtures import make_checkpoint
+from tests.cuda.fake_gpu import FakeGPU
+
+FP4 = ("--weights", "fp4", "--kv-cache", "fp4")
+OPS = ["embed", *(["qkv", "attention", "output", "route", "gate_up", "down"] * 2), "lm_head"]
+LAUNCHES = len(OPS)
+
+
+def bench(capsys: pytest.CaptureFixture[str], *args: object) -> dict:
+    assert cli.main(["bench", "--json", "--quiet", *map(str, args)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def named(op: str, fmt: str) -> str:
+    """Kernels of one format only are named after the op alone."""
+    return op if op in ("embed", "route") else f"{op}_{fmt}"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    assert cli.main(["bench", *map(str, args)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+def test_a_shape_on_the_cpu(tiny_shape: None, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--shape", "tiny", "--device", "cpu", "--batch", 2, "--context", 40)
+    record = bench(capsys, *args, *FP4)
+    assert (record["shape"], record["device"], record["weights"]) == ("tiny", "cpu", "fp4")
+    assert (record["kv"], record["batch"], record["context"]) == ("fp4", 2, 40)
+    floor = 1e3 * record["bytes_per_token"] / (record["read_gbps"] * 1e9)
+    assert record["floor_ms"] == pytest.approx(floor, rel=0.2)  # read_gbps is rounded
+    assert 0 < record["ms_per_token"] < math.inf
+    assert record["ratio"] == pytest.approx(record["ms_per_token"] / record["floor_ms"], rel=0.01)
+    assert record["ms_per_token_top_p"] > 0
+    assert "host_gap_pct" not in record
+    assert not record["graphs"]
+
+
+def test_a_checkpoint_on_the_cpu(
+    tiny_shape: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_checkpoint(tmp_path / "tiny-model")
+    weights = "experts=fp8,lm_head=int8"
+    args = (folder, "--device", "cpu", "--weights", weights, "--context", 20)
+    record = bench(capsys, *args, "--kv-cache", "fp8,fp4")
+    assert record["shape"] == "tiny-model"
+    expected = {"experts": "fp8", "lm_head": "int8", "attention": "bf16", "mlp": "bf16"}
+    assert record["weights"] == expected
+    assert record["kv"] == ["fp8", "fp4"]
+    assert cli.main(["bench", str(folder), "--device", "cpu", "--context", "20"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("tiny-model on cpu: weights bf16, KV cache bf16, batch 1, context 20\n")
+    for words in ("bytes of a step", "floor", "x the floor", "step, top-p"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--shape", "nine"), "legal shapes are qwen3-30b-a3b"),
+        (("some/path", "--shape", "tiny"), "not both"),
+        (("/no/such/folder",), "does not exist"),
+        (("--shape", "tiny", "--weights", "fp3"), "'fp3'"),
+        (("--shape", "tiny", "--weights", "head=fp4"), "no part 'head'"),
+        (("--shape", "tiny", "--kv-cache", "fp8,fp3"), "kv_cache = 'fp3'"),
+        (("--shape", "tiny", "--context", 0), "context = 0: legal values are 1 to 1024"),
+        (("--shape", "tiny", "--context", 1025), "legal values are 1 to 1024"),
+        (("--shape", "tiny", "--batch", 0), "batch = 0: legal values are >= 1"),
+        (("--shape", "tiny", "--page-size", 0), "page_size = 0"),
+        (("--shape", "tiny", "--nvtx"), "nvtx: "),
+        (("--shape", "tiny", "--check"), "check: "),
+        (("--device", "tpu"), "legal values are 'auto', 'cpu' and 'cuda'"),
+    ],
+)
+def test_bad_arguments(
+    args: tuple, words: str, tiny_shape: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = () if "--device" in args else ("--device", "cpu")
+    assert words in refused(capsys, *args, *device)
+
+
+def test_a_gpu(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
+    record = bench(capsys, "--shape", "tiny", "--context", 40, "--check", *FP4)
+    assert (record["device"], record["gpu"]) == ("cuda", "NVIDIA Imagined 1")
+    assert record["graphs"]
+    assert record["ms_per_token"] == LAUNCHES
+    assert record["host_gap_pct"] > 0
+    assert record["tokens_checked"] == 3
+    assert "ms_per_token_top_p" not in record
+    assert gpu.launched[-LAUNCHES:] == [named(op, "fp4") for op in OPS]
+    assert set(gpu.ranges) == {()}
+
+
+def test_a_converted_checkpoint_is_checked_in_its_formats(
+    gpu: FakeGPU, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {k: v for k, v in TINY.items() if k not in ("model_type", "vocab_size")}
+    stored = make_checkpoint(tmp_path / "stored", **sizes, mlp_only_layers=[])
+    converted = tmp_path / "converted"
+    assert cli.main(["convert", str(stored), str(converted), "--weights", "fp4", "--quiet"]) == 0
+    args = (converted, "--kv-cache", "fp4", "--context", 40, "--check")
+    record = bench(capsys, *args)
+    assert (record["shape"], record["weights"]) == ("converted", "fp4")
+    assert record["tokens_checked"] == 3
+    assert (
+        {"gate_up_fp4", "lm_head_fp4"}
+        <= set(gpu.launched)
+        <= {named(op, "fp4") for op in OPS} | {"roofline", "prepare_fp4"}
+    )
+
+
+def test_a_batch_of_three_has_no_graph(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(capsys, "--shape", "tiny", "--batch", 3)
+    assert "batch = 3: legal values are 1, 2, 4, 8" in text
+
+
+def test_nvtx_ranges(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
+    record = bench(capsys, "--shape", "tiny", "--context", 40, "--nvtx", *FP4)
+    assert not record["graphs"]
+    assert "host_gap_pct" not in record
+    layers = [i for i in range(2) for _ in range(6)]
+    inner = [f"layer {i}" for i in layers]
+    names = [named(op, "fp4") for op in OPS]
+    ops = [("step", at, name) for at, name in zip(inner, names[1:-1], strict=True)]
+    assert gpu.ranges[-LAUNCHES:] == [("step", names[0]), *ops, ("step", names[-1])]
+    assert gpu.open_ranges == []
+
+
+def test_kernels_by_themselves(gpu: FakeGPU) -> None:
+    options = BenchOptions(
+        parse_weights("fp4"), KVCacheConfig("fp4", "fp4"), context=40, page_size=16
+    )
+    times = kernel_times(named_shape("tiny"), options, bandwidth=1e9)
+    assert [t.name for t in times] == [named(op, "fp4") for op in dict.fromkeys(OPS)]
+    assert [t.launches for t in times] == [1, 2, 2, 2, 2, 2, 2, 1]
+    assert all(t.us == 1000 for t in times)  # a millisecond a launch
+    by_name = {t.name: t for t in times}
+    gate_up = by_name["gate_up_fp4"]
+    assert gate_up.num_bytes == 2 * 2 * 128 * 256 * 9 / 16 + 256 * 4  # two experts and the norm
+    assert gate_up.percent == pytest.approx(100 * gate_up.num_bytes * 1e3 / 1e9)
+    assert by_name["attention_fp4"].num_bytes == 40 * 2 * 64 * 9 / 16 + 2 * 64 * 4
+    assert by_name["route"].num_bytes == 8 * 256 * 2 + 256 * 4
+    assert "14.000 ms in all" in table(times, 1e9)
+    with pytest.raises(ValueError, match="context = 0"):
+        kernel_times(named_shape("tiny"), BenchOptions(context=0))
+    assert as_records(times)[1]["kernel"] == "qkv_fp4"

@@ -1,0 +1,72 @@
+"""Bytes that a step must read, counted by hand for a small model."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npmoe.bench.random_model import random_cache, random_weights
+from npmoe.bench.subject import Subject, named_shape
+from npmoe.bench.traffic import Traffic, address, step_traffic
+from npmoe.config import KVCacheConfig
+from npmoe.kv.storage import KVCache
+
+
+@pytest.fixture
+def tiny(tiny_shape: None) -> Subject:
+    return named_shape("tiny")
+
+
+def made(
+    subject: Subject, weights: str, kv: str, batch: int, context: int
+) -> tuple[Traffic, dict[str, Any], KVCache]:
+    formats = subject.formats(dict.fromkeys(("experts", "attention", "lm_head"), weights))
+    arrays = random_weights(subject.parameters, formats, "cpu")
+    cache = random_cache(subject.spec, KVCacheConfig(kv, kv), 8, 16, "cpu")
+    args = (subject.spec, subject.parameters, arrays, cache, batch, context, "cpu")
+    return step_traffic(*args), arrays, cache
+
+
+def test_a_token_in_bf16(tiny: Subject) -> None:
+    traffic, arrays, cache = made(tiny, "bf16", "bf16", 1, 100)
+    qkv, output = 4 * 64 * 256, 256 * 128
+    experts = 2 * 3 * 128 * 256  # two of eight, gate and up and down
+    vectors = 2 * (2 * 256 + 2 * 64) + 256
+    matrices = 2 * (qkv + output + 8 * 256 + experts) + 512 * 256 + 256  # one row of the table
+    kv = 2 * 100 * 2 * 64 * 2
+    assert traffic.total == 2 * matrices + 4 * vectors + kv
+    arguments = (arrays["layers.1.gate_up_proj"].codes, np.zeros(3), None, 5)
+    assert traffic.of(arguments) == 2 * 2 * 2 * 128 * 256
+    assert traffic.of([cache.layers[0][1].codes]) == 100 * 64 * 2
+    assert traffic.of([arrays["layers.0.input_layernorm"]]) == 256 * 4
+
+
+def test_four_bits_on_the_cpu_take_a_byte_and_the_scale(tiny: Subject) -> None:
+    traffic, arrays, cache = made(tiny, "fp4", "fp4", 1, 100)
+    assert traffic.of([arrays["lm_head"].codes]) == 512 * 256 * (1 + 2 / 32)
+    assert traffic.of([cache.layers[1][0].codes]) == 100 * 64 * (0.5 + 2 / 32)
+
+
+def test_a_batch_reads_more_experts_but_each_once(tiny: Subject) -> None:
+    traffic, arrays, _ = made(tiny, "bf16", "bf16", 4, 100)
+    chosen = 1 - (1 - 2 / 8) ** 4
+    assert traffic.of([arrays["layers.0.down_proj"].codes]) == 8 * 128 * 256 * 2 * chosen
+    assert traffic.of([arrays["lm_head"].codes]) == 512 * 256 * 2
+    assert traffic.of([arrays["embed_tokens"].codes]) == 4 * 256 * 2
+
+
+def test_a_window_bounds_what_is_read(tiny: Subject) -> None:
+    first, second = tiny.spec.layers
+    narrow = replace(second, attention=replace(second.attention, window=32))
+    spec = replace(tiny.spec, layers=(first, narrow))
+    traffic, _, cache = made(replace(tiny, spec=spec), "bf16", "bf16", 1, 100)
+    assert traffic.of([cache.layers[0][0].codes]) == 100 * 64 * 2
+    assert traffic.of([cache.layers[1][0].codes]) == 32 * 64 * 2
+
+
+def test_pages_are_filled(tiny: Subject) -> None:
+    for pages in made(tiny, "bf16", "fp4", 1, 100)[2].layers[1]:
+        assert all((a[3] == a[0]).all() for a in pages.arrays())
+        assert all(a.any() for a in pages.arrays())
+        assert address(pages.codes) != address(pages.arrays()[1])

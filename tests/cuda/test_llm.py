@@ -1,0 +1,43 @@
+"""`LLM(device="cuda")` without a GPU: from a checkpoint to text, on kernels that g++ built."""
+
+from pathlib import Path
+
+import pytest
+
+import npmoe
+from tests.cli_fixtures import make_checkpoint
+from tests.cuda.build import missing
+from tests.cuda.fake_gpu import fake_gpu
+
+GREEDY = npmoe.SamplingParams(temperature=0, max_tokens=3)
+OPTIONS = {"max_seq_len": 32, "kv_cache": "fp4", "progress": False}
+SIZES = {
+    "hidden_size": 128,
+    "head_dim": 64,
+    "moe_intermediate_size": 128,
+    "mlp_only_layers": [],
+    "norm_topk_prob": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("gpu") / "tiny", **SIZES)
+
+
+@pytest.mark.parametrize("nvtx", [False, True])
+def test_the_text_of_the_cpu_under_ranges_or_not(nvtx: bool, folder: Path) -> None:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with npmoe.LLM(folder, device="cpu", **OPTIONS) as cpu:
+        expected = cpu.generate([5, 6], GREEDY).token_ids
+    with fake_gpu() as gpu, npmoe.LLM(folder, device="cuda", nvtx=nvtx, **OPTIONS) as llm:
+        assert llm.generate([5, 6], GREEDY).token_ids == expected
+        assert gpu.launched[-1] == "lm_head_bf16"
+        assert gpu.ranges[-1] == (("step", "lm_head_bf16") if nvtx else ())
+
+
+def test_ranges_need_a_gpu(folder: Path) -> None:
+    with pytest.raises(ValueError, match="nvtx = True"):
+        npmoe.LLM(folder, device="cpu", nvtx=True)

@@ -1,0 +1,225 @@
+"""Loading to a GPU, without one: pinned memory, streams and kernels are the CPU's."""
+
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from npmoe.config import parse_weights
+from npmoe.errors import CheckpointError, UnsupportedModel
+from npmoe.formats.quant_tensor import QuantTensor
+from npmoe.models import prepare, upload
+from npmoe.models.conversion import chosen_formats, convert_parameter
+from npmoe.models.convert import convert_checkpoint
+from npmoe.models.gpu import prepare_for_gpu
+from npmoe.models.parameters import VECTOR
+from npmoe.models.stored import OpenModel, open_model, read_parameter
+from npmoe.runtime import transfer
+from tests.cuda import build
+from tests.cuda.support import same_bits
+from tests.helpers import GOLDEN, read_safetensors, write_safetensors
+
+needs_gxx = pytest.mark.skipif(build.missing() is not None, reason=build.missing() or "")
+
+
+class FakeStream:
+    """Counts; copies happen at once."""
+
+    def __init__(self, non_blocking: bool = False) -> None:
+        self.entered = 0
+
+    def __enter__(self) -> "FakeStream":
+        self.entered += 1
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.entered -= 1
+
+    def synchronize(self) -> None:
+        assert self.entered == 0
+
+
+class FakeEvent:
+    def __init__(self, disable_timing: bool = False) -> None:
+        pass
+
+    def record(self, stream: FakeStream) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class FakeCuPy:
+    """NumPy with what an upload takes from cupy.cuda; new arrays hold garbage."""
+
+    cuda = SimpleNamespace(Stream=FakeStream, Event=FakeEvent, alloc_pinned_memory=bytearray)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def empty(shape: Any, dtype: Any) -> np.ndarray:
+        return np.full(shape, 0xA5, dtype)
+
+    @staticmethod
+    def zeros(shape: Any, dtype: Any) -> np.ndarray:
+        return np.zeros(shape, dtype).view(_Gettable)
+
+
+class _Gettable(np.ndarray):
+    def get(self) -> np.ndarray:
+        return np.asarray(self)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuPy()
+    monkeypatch.setattr(transfer, "cupy", lambda: fake)
+    monkeypatch.setattr(upload, "cupy", lambda: fake)
+    monkeypatch.setattr(upload, "to_device", lambda x, device: np.array(x))
+    monkeypatch.setattr(upload, "free_cached_memory", lambda: None)
+    monkeypatch.setattr(
+        transfer, "copy_to_device", lambda to, source, stream: np.copyto(to, source)
+    )
+    monkeypatch.setattr(prepare, "kernel", build.kernel)
+    monkeypatch.setattr(prepare, "launch", build.launch)
+
+
+def expected_weights(opened: OpenModel, weights: str) -> dict[str, Any]:
+    """Read as the CPU reads, prepared by the array code."""
+    policy = parse_weights(weights)
+    found: dict[str, Any] = {}
+    for p in opened.parameters:
+        w = read_parameter(opened, p)
+        found[p.name] = w
+        if p.part != VECTOR:
+            found[p.name] = prepare_for_gpu(p, convert_parameter(p, w, policy))
+    return found
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    for name, w in expected.items():
+        if isinstance(w, QuantTensor):
+            assert (found[name].format, found[name].shape) == (w.format, w.shape), name
+            assert same_bits(found[name].codes, w.codes), name
+        else:
+            assert same_bits(found[name], w), name
+
+
+@needs_gxx
+@pytest.mark.parametrize("weights", ["native", "fp4"])
+@pytest.mark.parametrize("buffer_bytes", [1 << 10, 1 << 20])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_moe", "qwen3_moe_v5", "mixtral"],  # a tensor an expert, fused ones
+)
+def test_a_hub_checkpoint(gpu: None, name: str, buffer_bytes: int, weights: str) -> None:
+    opened = open_model(GOLDEN / name)
+    formats = chosen_formats(opened, parse_weights(weights))
+    found = upload.load_on_gpu(opened, formats, True, buffer_bytes)
+    assert_same(found, expected_weights(open_model(GOLDEN / name), weights))
+    assert opened.checkpoint.unused() == []
+    held = [w.codes if isinstance(w, QuantTensor) else w for w in found.values()]
+    assert not any(np.shares_memory(a, b) for a, b in pairwise(held))
+
+
+@needs_gxx
+@pytest.mark.parametrize("buffer_bytes", [1 << 10, 1 << 20])
+def test_a_converted_checkpoint_is_laid_out_and_not_quantised_again(
+    gpu: None, tmp_path: Path, buffer_bytes: int
+) -> None:
+    target = tmp_path / "fp4"
+    policy = parse_weights("fp4")
+    convert_checkpoint(GOLDEN / "mixtral", target, policy, quiet=True)
+    opened = open_model(target)
+    found = upload.load_on_gpu(opened, chosen_formats(opened, {}), True, buffer_bytes)
+    assert_same(found, expected_weights(opened, "native"))
+    assert_same(found, expected_weights(open_model(GOLDEN / "mixtral"), "fp4"))
+
+
+@needs_gxx
+@pytest.mark.parametrize("weights", ["fp8", "int4", "int4_asym", "mxfp4", "nvfp4"])
+def test_other_formats_are_converted_or_stored_with_the_same_outcome(
+    gpu: None, tmp_path: Path, weights: str
+) -> None:
+    policy = parse_weights(weights)
+    original = open_model(GOLDEN / "mixtral")
+    expected = expected_weights(original, weights)
+    assert_same(upload.load_on_gpu(original, chosen_formats(original, policy), True), expected)
+    convert_checkpoint(GOLDEN / "mixtral", tmp_path / weights, policy, quiet=True)
+    stored = open_model(tmp_path / weights)
+    assert_same(upload.load_on_gpu(stored, chosen_formats(stored, {}), True), expected)
+
+
+@needs_gxx
+def test_experts_that_are_stored_as_mxfp4_stay_so(gpu: None) -> None:
+    opened = open_model(GOLDEN / "gpt_oss")
+    found = upload.load_on_gpu(opened, chosen_formats(opened, {}), True)
+    assert found["layers.0.down_proj"].format == "mxfp4"
+    assert_same(found, expected_weights(opened, "native"))
+
+
+@needs_gxx
+def test_tensors_of_several_types_are_put_together_on_the_host(gpu: None, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(GOLDEN / "mixtral", tmp_path / "mixed"))
+    tensors = read_safetensors(folder / "model.safetensors")
+    name = next(n for n in tensors if "q_proj" in n)
+    _, shape, data = tensors[name]
+    wide = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).tobytes()
+    tensors[name] = ("F32", shape, wide)
+    write_safetensors(folder / "model.safetensors", tensors)
+    opened = open_model(folder)
+    formats = chosen_formats(opened, parse_weights("fp4"))
+    assert_same(upload.load_on_gpu(opened, formats, True), expected_weights(opened, "fp4"))
+
+
+@needs_gxx
+def test_values_that_fp4_cannot_hold_name_the_matrix(gpu: None, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(GOLDEN / "mixtral", tmp_path / "nan"))
+    tensors = read_safetensors(folder / "model.safetensors")
+    name = next(n for n in tensors if "layers.1" in n and "o_proj" in n)
+    dtype, shape, data = tensors[name]
+    tensors[name] = (dtype, shape, b"\xc0\xff" + data[2:])
+    write_safetensors(folder / "model.safetensors", tensors)
+    opened = open_model(folder)
+    formats = chosen_formats(opened, parse_weights("fp4"))
+    with pytest.raises(ValueError, match=r"layers\.1\.o_proj .* cannot be fp4: .*NaN"):
+        upload.load_on_gpu(opened, formats, True)
+
+
+@needs_gxx
+def test_the_rate_is_said_unless_quiet(gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    opened = open_model(GOLDEN / "mixtral")
+    upload.load_on_gpu(opened, chosen_formats(opened, {}), quiet=True)
+    assert capsys.readouterr() == ("", "")
+    upload.load_on_gpu(opened, chosen_formats(opened, {}))
+    assert "of weights in" in (said := capsys.readouterr().err)
+    assert "GB/s" in said
+
+
+@needs_gxx
+@pytest.mark.parametrize("kind", ["embed_tokens", "layernorm"])
+def test_a_shard_that_shrinks_after_it_was_opened(gpu: None, tmp_path: Path, kind: str) -> None:
+    folder = Path(shutil.copytree(GOLDEN / "mixtral", tmp_path / "short"))
+    opened = open_model(folder)
+    info = next(t for name, t in opened.checkpoint.tensors.items() if kind in name)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(info.stop - 7)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has become shorter"):
+        upload.load_on_gpu(opened, chosen_formats(opened, {}), True)
+
+
+def test_a_quantised_part_is_not_quantised_again(tmp_path: Path) -> None:
+    target = tmp_path / "fp4"
+    convert_checkpoint(GOLDEN / "mixtral", target, {"experts": "fp4"}, quiet=True)
+    opened = open_model(target)
+    with pytest.raises(UnsupportedModel, match="experts is fp4 already; making it fp8"):
+        chosen_formats(opened, parse_weights("fp8"))
+    assert chosen_formats(opened, parse_weights("fp4"))["attention"] == "fp4"
+    assert chosen_formats(opened, {"attention": "fp8"})["experts"] == "fp4"

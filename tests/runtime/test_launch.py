@@ -1,0 +1,61 @@
+"""Launches noted instead of made, and made again later."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from npmoe.runtime.graphs import Eager, Graph
+from npmoe.runtime.launch import launch, recorded
+from npmoe.runtime.nvrtc import kernel
+from tests.cuda.build import missing
+from tests.cuda.fake_gpu import Array, FakeGPU, Stream, fake_gpu
+
+MAGIC = 0x12345678
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeGPU]:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with fake_gpu() as fake:
+        yield fake
+
+
+def arrays() -> tuple[Array, Array]:
+    """A sink, and data in which `roofline` finds the word that it writes there."""
+    data = np.zeros((512 * 8, 4), np.uint32).view(Array)
+    data[0, 0] = MAGIC
+    return np.zeros(1, np.uint32).view(Array), data
+
+
+def test_recorded_launches_run_when_they_are_made_again(gpu: FakeGPU) -> None:
+    sink, data = arrays()
+    with Stream():
+        with recorded() as launches:
+            launch(kernel("roofline", "roofline"), (1,), 512, sink, data, len(data), shared=16)
+        assert sink[0] == 0
+        (noted,) = launches
+        assert (noted.kernel.name, noted.grid, noted.threads) == ("roofline", (1,), 512)
+        assert noted.arguments == (sink, data, len(data))
+        assert noted.shared == 16
+        noted.again()
+        assert sink[0] == MAGIC
+        launch(kernel("roofline", "roofline"), (1,), 512, sink, data, len(data))
+    assert len(launches) == 1
+    assert gpu.launched == ["roofline"] * 2
+
+
+@pytest.mark.parametrize(("kind", "ranges"), [(Graph, ()), (Eager, ("step", "roofline"))])
+def test_a_replay_runs_again_on_what_is_there_now(
+    kind: type, ranges: tuple[str, ...], gpu: FakeGPU
+) -> None:
+    sink, data = arrays()
+    function = kernel("roofline", "roofline")
+    replayed = kind(lambda: launch(function, (1,), 512, sink, data, len(data)))
+    sink[0] = 0
+    replayed.replay()
+    assert sink[0] == MAGIC
+    assert gpu.launched == ["roofline"] * 2
+    assert gpu.ranges == [(), ranges]
