@@ -1,10 +1,11 @@
 """The decode step on the GPU: one token each of up to 8 sequences, as launches for a graph.
 
 Six kernels a layer: qkv, attention (with q/k norm, rotary and the KV write), output, route,
-gate_up, down; then lm_head with the greedy choice, which `embed` of the next step reads on the
-device.
+gate_up, down; then lm_head with the greedy choice, or sample after it. `embed` of the next step
+reads the token on the device.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from npmoe.models.stream import Stream
 from npmoe.ops.experts import PLAIN
 from npmoe.ops.quantize import KVPages
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
+from npmoe.ops.sampler import Sampler
 from npmoe.runtime.device import cupy
 from npmoe.runtime.launch import launch
 from npmoe.runtime.nvrtc import bulk, kernel
@@ -48,10 +50,14 @@ class DecodeStep:
         block_table: Array,
         history: int = 4096,
         tuning: Tuning | None = None,
+        sampled: bool = False,
+        cos_sin: Array | None = None,
     ) -> None:
         """weights: matrices in "fragments" layout (expert gate and up rows alternating), routers
         and embedding bf16 arrays, vectors float32. cache: KV pages per layer. block_table int32
-        `[S, max_pages]` on the device, S <= 8. Raises UnsupportedModel for what has no kernel.
+        `[S, max_pages]` on the device, S <= 8. sampled: `sampler` chooses, as its rows say, after
+        lm_head's greedy choice. cos_sin: a `rotary_table` that several steps share.
+        Raises UnsupportedModel for what has no kernel.
         """
         self.tuning = tuning or Tuning()
         xp = cupy()
@@ -82,10 +88,16 @@ class DecodeStep:
         self.splits = min(splits, 32 * CLUSTER)
         self.partial = xp.zeros(3 * seqs * a.num_heads * a.head_dim * self.splits, xp.float32)
         self.arrived = xp.zeros(heads * CLUSTER, xp.uint32)
-        frequencies, factor = rope_frequencies(spec.rope, a.head_dim, spec.max_positions)
-        positions = np.arange(block_table.shape[1] * cache[0][0].page_size, dtype=np.int32)
-        cos, sin = rope_cos_sin(positions, frequencies, factor)
-        self.cos_sin = xp.asarray(np.stack([cos, sin], axis=-1))
+        self.sampler = Sampler(seqs, spec.vocab_size) if sampled else None
+        if cos_sin is None:
+            cos_sin = rotary_table(spec, block_table.shape[1] * cache[0][0].page_size)
+        self.cos_sin = cos_sin
+
+    def with_sampler(self, sampler: Sampler) -> "DecodeStep":
+        """The same step on the same buffers, with a sampler's choice at its end."""
+        step = copy(self)
+        step.sampler = sampler
+        return step
 
     def enqueue(self) -> None:
         """Puts one step of all sequences on the current stream."""
@@ -122,6 +134,8 @@ class DecodeStep:
             self.spec.eps,
             shared=shared,
         )
+        if self.sampler is not None:
+            self.sampler.enqueue(self.best, self.logits, self.seq_lens)
 
     def _layer(self, i: int) -> None:
         w: dict[str, Any] = {n: self.weights.get(f"layers.{i}.{n}") for n in _LAYER_WEIGHTS}
@@ -263,6 +277,13 @@ _LAYER_WEIGHTS = (
     *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),
     *("post_attention_layernorm", "router", "gate_up_proj", "down_proj"),
 )
+
+
+def rotary_table(spec: ModelSpec, num_positions: int) -> Array:
+    """Cosine and sine of positions from 0 on the device, float32 `[positions, head_dim / 2, 2]`."""
+    frequencies, factor = rope_frequencies(spec.rope, spec.head_dim, spec.max_positions)
+    cos, sin = rope_cos_sin(np.arange(num_positions, dtype=np.int32), frequencies, factor)
+    return cupy().asarray(np.stack([cos, sin], axis=-1))
 
 
 def check_decode_spec(spec: ModelSpec) -> None:

@@ -9,9 +9,12 @@ from npmoe.runtime.device import cupy
 class Graph:
     """What `enqueue` puts on a stream, replayable. Addresses are fixed: buffers must live on."""
 
-    def __init__(self, enqueue: Callable[[], None]) -> None:
-        """Runs `enqueue` once for real, so that everything is compiled, then captures it."""
-        self.stream: Any = cupy().cuda.Stream(non_blocking=True)
+    def __init__(self, enqueue: Callable[[], None], stream: Any = None) -> None:
+        """Runs `enqueue` once for real, so that everything is compiled, then captures it.
+
+        stream: where it runs; None makes one. Graphs that share buffers share a stream.
+        """
+        self.stream: Any = stream or cupy().cuda.Stream(non_blocking=True)
         with self.stream:
             enqueue()
             self.stream.synchronize()

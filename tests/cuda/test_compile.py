@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from npmoe.ops.sampler import STATIC_SHARED_BYTES
 from npmoe.runtime.resources import folder
 from tests.cuda.nvrtc import Usage, compile_kernels, missing
 from tests.cuda.steps import Shape, Specialised, launches
@@ -62,13 +63,18 @@ DENSE = {"K": 256, "TOKENS": 1, "W_FORMAT": 1, "BATCH": 1, "STAGES": 2, "WARPS":
 EXPERTS = {"HIDDEN": 256, "WIDTH": 256, "EXPERTS": 8, "TOP_K": 2, "RENORMALIZE": 1}
 EXPERTS |= {"W_FORMAT": 1, "BATCH": 1, "STAGES": 2, "WARPS": 2}
 ATTENTION = {"HEADS": 8, "KV_HEADS": 4, "HEAD_DIM": 128, "PAGE": 16, "K_FORMAT": 0, "V_FORMAT": 0}
+SAMPLE = {"CLUSTER": 8, "IN_SHARED": 1, "MAX_LOGPROBS": 100}
 """Legal macros, of which the tests below change one."""
 
 REGISTERS = 65536
 BLOCKS = 2
 """Registers of a multiprocessor, and the blocks that share it."""
 
-STATIC_BYTES = {"gate_up": 256, "down": 256}  # room for shared memory that is not dynamic
+STATIC_BYTES = {
+    "gate_up": 256,
+    "down": 256,
+    "sample": STATIC_SHARED_BYTES,
+}  # room for shared memory that is not dynamic
 SPILLS = {  # by the compiler that setup.cfg pins
     "sm_120a-qwen3-30b-a3b-fp4-fp4-1": "down spills 36 bytes",
     "sm_100a-seed-67b-fp4-fp4+bf16-1": "gate_up spills 8 bytes",
@@ -144,6 +150,8 @@ def test_roofline_compiles(gpu: GPU) -> None:
         ("output", DENSE | {"BATCH": 16, "WARPS": 4}, "finishes one row"),
         ("experts", EXPERTS | {"WIDTH": 192}, "HIDDEN and WIDTH"),
         ("experts", EXPERTS | {"TOP_K": 9}, "TOP_K 1 to 32"),
+        ("sample", SAMPLE | {"CLUSTER": 9}, "CLUSTER 1 to 8"),
+        ("sample", SAMPLE | {"MAX_LOGPROBS": 513}, "a thread sorts one"),
     ],
 )
 def test_a_wrong_macro_is_named(stem: str, macros: dict[str, int], message: str) -> None:
