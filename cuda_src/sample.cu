@@ -172,7 +172,7 @@ __device__ __forceinline__ float gumbel(u32 random) {
 
 __device__ __forceinline__ float adjusted(const Row& p, float logit, float bias, u32 state, int length) {
   float score = logit + bias;
-  if (state & ~ENDS) score = score > 0.f ? __fdiv_rn(score, p.repetition) : score * p.repetition;
+  if (state & ~ENDS) score = score > 0.f ? __fdiv_rn(score, p.repetition) : __fmul_rn(score, p.repetition);
   u32 count = state / ONE_MORE;
   if (count)
     score -= __fadd_rn(p.presence, __fmul_rn(p.frequency, static_cast<float>(count)));
@@ -192,10 +192,12 @@ struct Scores {
   }
 };
 
-// The rank_key of the token that is drawn; top: the highest score.
+// The rank_key of the token that is drawn; first: of the best one.
 __device__ __forceinline__ u64 draw(Exchange& e, int& turn, const Scores& scores, const Row& p,
-                                    float top, int position, int vocab) {
-  auto scaled = [&](float score) { return (score - top) / p.temperature; };
+                                    u64 first, int position, int vocab) {
+  float top = score_of(first);
+  float inverse = 1.f / p.temperature;
+  auto scaled = [&](float score) { return (score - top) * inverse; };
   auto mass = [&](u64 floor) {  // of the tokens that reach it
     u64 sum = 0;
     for (int i = threadIdx.x; i < scores.count; i += THREADS)
@@ -213,28 +215,30 @@ __device__ __forceinline__ u64 draw(Exchange& e, int& turn, const Scores& scores
     float mean = static_cast<float>(total) / FIXED_ONE / static_cast<float>(limited ? p.top_k : vocab);
     least = fmaxf(least, 0.999f * (1.f - p.top_p) * mean);
   }
+  float cut = top + p.temperature * (logf(least) - 0.001f);  // spares most tokens the exact test
 #pragma unroll 1
   for (;;) {
     u64 mine = 0;
 #pragma unroll 1
     for (int i = threadIdx.x * 4; i < scores.count; i += THREADS * 4) {
       u32 in = 0;
-      float at[4];
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        bool there = i + j < scores.count;
-        at[j] = there ? scaled(scores.own[i + j]) : 0.f;
-        if (there && expf(at[j]) >= least && scores.key(i + j) >= floor) in |= 1u << j;
-      }
+      for (int j = 0; j < 4; j++)
+        if (i + j < scores.count && scores.own[i + j] >= cut && scores.key(i + j) >= floor &&
+            expf(scaled(scores.own[i + j])) >= least)
+          in |= 1u << j;
       if (!in) continue;
       int id = scores.start + i;
       u32 random[4] = {static_cast<u32>(id) / 4, static_cast<u32>(position), p.stream, 0};
       philox(random, p.seed_low, p.seed_high);
 #pragma unroll
       for (int j = 0; j < 4; j++)
-        if (in >> j & 1) mine = larger(mine, rank_key(at[j] + gumbel(random[j]), id + j));
+        if (in >> j & 1)
+          mine = larger(mine, rank_key(scaled(scores.own[i + j]) + gumbel(random[j]), id + j));
     }
-    int id = id_of(over_cluster(e, turn, mine, larger));
+    u64 winner = over_cluster(e, turn, mine, larger);
+    if (!winner) return first;  // logits that are NaN
+    int id = id_of(winner);
     u64 found = rank_key(scores.of(id), id);
     if (!(p.top_p < 1.f)) return found;
     u64 before = mass(found + 1);
@@ -308,7 +312,7 @@ sample(u64* best, int* report, u32* states, float* scratch, const float* logits,
       mine = larger(mine, rank_key(score, start + i));
     }
     u64 chosen = over_cluster(e, turn, mine, larger);
-    if (p.temperature > 0.f) chosen = draw(e, turn, scores, p, score_of(chosen), length, vocab);
+    if (p.temperature > 0.f) chosen = draw(e, turn, scores, p, chosen, length, vocab);
     token = id_of(chosen);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       best[seq] = chosen;

@@ -292,6 +292,7 @@ class Engine:
         """Waits for the step in progress, then lets model and cache go."""
         with suppress(RuntimeError), self._turn():
             self.closed = True
+            self._pipeline.close()
             self._pipeline = Pipeline(None)
             del self.runner
 

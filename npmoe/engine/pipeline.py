@@ -36,6 +36,9 @@ class SamplingModel(Protocol):
     def take(self) -> list[Sampled]:
         """Waits for the oldest step that was not taken; the token of every sequence."""
 
+    def synchronize(self) -> None:
+        """Waits until nothing runs any more."""
+
 
 class Pipeline:
     """The steps that a model has been asked for and whose tokens are still to be used."""
@@ -79,3 +82,9 @@ class Pipeline:
     def clear(self) -> None:
         """Forgets what is in flight."""
         self.sequences, self.in_flight = [], 0
+
+    def close(self) -> None:
+        """Forgets what is in flight and waits for its end: then the model's memory may go."""
+        self.clear()
+        if self._model is not None:
+            self._model.synchronize()

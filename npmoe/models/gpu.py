@@ -22,7 +22,7 @@ from npmoe.models.specs import ModelSpec
 from npmoe.ops.quantize import KVPages
 from npmoe.ops.sample import Chooser, Sampled
 from npmoe.ops.sampler import REPORT_WORDS, Sampler, needs_sampler, read_report
-from npmoe.runtime.device import copy_to_pinned, cupy, pinned_zeros
+from npmoe.runtime.device import copy_to_pinned, cupy, pinned_zeros, to_host
 from npmoe.runtime.graphs import Graph
 
 BUCKETS = (1, 2, 4, 8)
@@ -137,7 +137,8 @@ class GpuModel:
         """Fixes the cache that graphs will use; its last page is a scratch page, for unused rows.
 
         max_pages: the most pages of a sequence. Compiles and captures the greedy steps of up to
-        max_num_seqs sequences; those that sample follow when they are first needed.
+        max_num_seqs sequences; those that sample follow when they are first needed. NVRTC takes 5 s
+        for the first bucket, 1.5 s for each further one and 2 s for sample.cu, once a machine.
         """
         xp = cupy()
         self._cache, self._max_pages = cache, max_pages
@@ -176,7 +177,7 @@ class GpuModel:
                 self._stream.synchronize()
                 for i, row in enumerate(rows):
                     if row in place:
-                        logits[place[row]] = step.logits[i].get()
+                        logits[place[row]] = to_host(step.logits[i])
         return logits
 
     def start(self, batch: Batch, choosers: Sequence[Chooser]) -> None:
@@ -216,6 +217,10 @@ class GpuModel:
         tokens = ~results.best & np.uint64(0xFFFFFFFF)
         return [self._sampled(c, int(tokens[i]), i, results) for i, c in enumerate(self._choosers)]
 
+    def synchronize(self) -> None:
+        """Waits until nothing runs any more."""
+        self._stream.synchronize()
+
     def _sampled(self, chooser: Chooser, token: int, row: int, results: _Results) -> Sampled:
         wanted = chooser.params.logprobs
         if wanted is None:
@@ -231,10 +236,11 @@ class GpuModel:
         lengths[: len(rows)] = batch.positions[rows]
         width = min(batch.block_table.shape[1], self._max_pages)
         tables[: len(rows), :width] = batch.block_table[sequences, :width]
+        xp = cupy()
         with self._stream:
-            step.tokens.set(tokens)
-            step.seq_lens.set(lengths)
-            step.block_table.set(tables)
+            step.tokens[...] = xp.asarray(tokens)
+            step.seq_lens[...] = xp.asarray(lengths)
+            step.block_table[...] = xp.asarray(tables)
             step.best[...] = 0
 
     def _step(self, num_seqs: int, sampled: bool) -> tuple[DecodeStep, Graph]:

@@ -107,7 +107,7 @@ def pack_row(chooser: Chooser, vocab_size: int) -> np.ndarray:
         | (BIASED if p.logit_bias else 0)
         | (0 if p.logprobs is None else REPORTS)
     )
-    row["temperature"] = np.clip(p.temperature, 1e-37, 1e38) if p.temperature else 0
+    row["temperature"] = np.clip(p.temperature, 1e-37, 1e37) if p.temperature else 0
     row["top_k"] = min(p.top_k, vocab_size)
     row["top_p"], row["min_p"] = p.top_p, p.min_p
     row["repetition"] = p.repetition_penalty

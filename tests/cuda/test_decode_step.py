@@ -123,8 +123,8 @@ def test_a_step_is_that_of_the_model(
 
 
 def test_a_sampled_step_feeds_its_choice_back() -> None:
-    """Four steps of two rows, one drawn with penalties and one greedy: tokens as a host would choose
-    them from the same logits, counts that grow on the device, and the next step reads the token."""
+    """Four steps of two rows, one drawn with penalties and one greedy: tokens are those of the host
+    by the same logits, counts grow on the device, and the next step reads the token."""
     _, on_device = make_weights("bf16")
     cache, seqs, rng = make_cache("bf16", 2), 2, np.random.default_rng(8)
     tables = np.arange(PAGES_EACH * seqs, dtype=np.int32).reshape(seqs, PAGES_EACH)

@@ -56,6 +56,9 @@ class SelfDecoding:
             self._run(self._asked.popleft())
         return self._results.popleft()
 
+    def synchronize(self) -> None:
+        self._catch_up()
+
     def _catch_up(self) -> None:
         while self._asked:
             self._run(self._asked.popleft())

@@ -123,7 +123,7 @@ def test_one_token_after_a_stop_is_discarded(ahead: npmoe.LLM) -> None:
         temperature=0, logit_bias=force(EOS), min_tokens=5, repetition_penalty=1, max_tokens=20
     )
     assert len(ahead.generate(TEXT_PROMPTS[0], params).token_ids) == 6
-    model._catch_up()
+    model.synchronize()
     assert model.num_steps - before == 6  # the fifth gave the end; a sixth had begun
     check_idle(ahead)
 
@@ -188,7 +188,10 @@ def test_closing_while_a_step_is_in_flight(text_folder: Path) -> None:
     llm = load_self_decoding(text_folder, late=True)
     stream = llm.stream(TEXT_PROMPTS[0], seeded(30))
     next(stream), next(stream)
+    model = model_of(llm)
+    steps = model.num_steps
     llm.close()
+    assert model.num_steps == steps + 1  # it ended before the cache went
     with pytest.raises(RuntimeError, match="closed"):
         next(stream)
 
