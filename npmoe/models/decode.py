@@ -62,7 +62,7 @@ class DecodeStep:
         self.tuning = tuning or Tuning()
         xp = cupy()
         self.spec, self.weights, self.cache, self.block_table = spec, weights, cache, block_table
-        self.seqs = seqs = block_table.shape[0]
+        self.num_seqs = seqs = block_table.shape[0]
         a = spec.layers[0].attention
         check_decode_spec(spec)
         gpu = xp.cuda.Device().attributes
@@ -104,7 +104,7 @@ class DecodeStep:
         w = self.weights
         launch(
             kernel("embed", "embed", K=self.spec.hidden_size),
-            (self.seqs,),
+            (self.num_seqs,),
             256,
             self.x,
             self.best,
@@ -130,7 +130,7 @@ class DecodeStep:
             w["norm"],
             head.codes.shape[0] * ROWS,
             self.spec.vocab_size,
-            self.seqs,
+            self.num_seqs,
             self.spec.eps,
             shared=shared,
         )
@@ -139,7 +139,7 @@ class DecodeStep:
 
     def _layer(self, i: int) -> None:
         w: dict[str, Any] = {n: self.weights.get(f"layers.{i}.{n}") for n in _LAYER_WEIGHTS}
-        eps, seqs, blocks = self.spec.eps, self.seqs, self.blocks
+        eps, seqs, blocks = self.spec.eps, self.num_seqs, self.blocks
         qkv, o = w["qkv_proj"], w["o_proj"]
         function, threads, shared = self._gemv("qkv", qkv)
         launch(
@@ -200,7 +200,7 @@ class DecodeStep:
         }
         launch(
             kernel("attention", "attention", **macros),
-            (self.splits, a.num_kv_heads, self.seqs),
+            (self.splits, a.num_kv_heads, self.num_seqs),
             256,
             self.attended,
             self.projected,
@@ -236,7 +236,7 @@ class DecodeStep:
         stream = self._stream(gate_up.format, hidden // COLUMNS, 1, 1, tiles)
         launch(
             kernel("experts", "gate_up", **macros, **stream.macros()),
-            (self.blocks, self.seqs),
+            (self.blocks, self.num_seqs),
             32 * stream.warps,
             self.hidden,
             gate_up.codes,
@@ -250,7 +250,7 @@ class DecodeStep:
         stream = self._stream(down.format, width // COLUMNS, top_k, 1, tiles)
         launch(
             kernel("experts", "down", **macros, **stream.macros()),
-            (self.blocks, self.seqs),
+            (self.blocks, self.num_seqs),
             32 * stream.warps,
             self.x,
             down.codes,
@@ -263,8 +263,8 @@ class DecodeStep:
         """The kernel for a dense weight, its threads a block and its dynamic shared memory."""
         slices = w.shape[1] // COLUMNS
         tiles = -(-w.codes.shape[0] // self.blocks)
-        stream = self._stream(w.format, slices, 1, self.seqs, tiles)
-        macros = {"K": w.shape[1], "TOKENS": self.seqs, "W_FORMAT": W_CODES[w.format]}
+        stream = self._stream(w.format, slices, 1, self.num_seqs, tiles)
+        macros = {"K": w.shape[1], "TOKENS": self.num_seqs, "W_FORMAT": W_CODES[w.format]}
         return kernel(stem, stem, **macros, **stream.macros()), 32 * stream.warps, stream.shared
 
     def _stream(self, form: str, slices: int, stacked: int, tokens: int, tiles: int) -> Stream:

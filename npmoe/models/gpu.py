@@ -229,9 +229,11 @@ class GpuModel:
 
     def _load(self, step: DecodeStep, batch: Batch, sequences: list[int], rows: list[int]) -> None:
         """Puts one token each of at most 8 sequences where the step finds it."""
-        tokens = np.zeros(step.seqs, np.int32)
-        lengths = np.zeros(step.seqs, np.int32)  # unused rows: the first token of the scratch page
-        tables = np.full((step.seqs, self._max_pages), self._scratch_page, np.int32)
+        tokens = np.zeros(step.num_seqs, np.int32)
+        lengths = np.zeros(
+            step.num_seqs, np.int32
+        )  # unused rows: the first token of the scratch page
+        tables = np.full((step.num_seqs, self._max_pages), self._scratch_page, np.int32)
         tokens[: len(rows)] = batch.input_ids[rows]
         lengths[: len(rows)] = batch.positions[rows]
         width = min(batch.block_table.shape[1], self._max_pages)
