@@ -309,9 +309,11 @@ inline void fiber_main() {
 __attribute__((no_sanitize("address"))) inline void poison_shared() {
   for (volatile unsigned char* p = __start_shared_memory; p < __stop_shared_memory; p++) *p = POISON;
 }
+// A block that has ended leaves nothing that its peers could read.
 __attribute__((no_sanitize("address"))) inline void save_shared(Block& b) {
   for (size_t i = 0; i < b.statics.size(); i++)
-    b.statics[i] = static_cast<volatile unsigned char*>(__start_shared_memory)[i];
+    b.statics[i] =
+        b.alive ? static_cast<volatile unsigned char*>(__start_shared_memory)[i] : POISON;
 }
 __attribute__((no_sanitize("address"))) inline void load_shared(const Block& b) {
   for (size_t i = 0; i < b.statics.size(); i++)
