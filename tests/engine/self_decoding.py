@@ -28,14 +28,17 @@ class SelfDecoding:
         self._cache, self._page_size, self._late = cache, page_size, late
         self._asked: deque[list[tuple[int, int, int]]] = deque()
         self._results: deque[list[Sampled]] = deque()
+        self._started = False
 
     def forward(self, batch: Batch, cache: list[Any]) -> np.ndarray:
         self._catch_up()
+        self._started = False  # it uses the buffers of the steps
         return self.model.forward(batch, cache)
 
     def start(self, batch: Batch, choosers: Sequence[Chooser]) -> None:
         self._catch_up()
         self._results.clear()
+        self._started = True
         assert len(choosers) == len(batch.input_ids) <= self.max_sampled_seqs
         self._choosers = [replace(c, token_ids=list(c.token_ids)) for c in choosers]
         assert [c.token_ids[-1] for c in choosers] == batch.input_ids.tolist()
@@ -44,6 +47,7 @@ class SelfDecoding:
         self._tables[:, : batch.block_table.shape[1]] = batch.block_table
 
     def enqueue(self, new_pages: Iterable[tuple[int, int, int]]) -> None:
+        assert self._started
         self._asked.append(list(new_pages))
         in_flight = len(self._asked) + len(self._results)
         assert in_flight <= 2

@@ -160,6 +160,20 @@ def test_a_request_joins_while_another_is_decoded(plain: npmoe.LLM, ahead: npmoe
     assert "".join([*pieces, *stream]) == plain.generate(TEXT_PROMPTS[0], seeded(30)).text
 
 
+def test_a_newcomer_waits_for_the_step_in_flight_only(ahead: npmoe.LLM) -> None:
+    engine = ahead.engine
+    first = engine.add(PROMPTS[2], greedy(60).resolve({}))
+    for _ in range(4):
+        engine.step()
+    second = engine.add(PROMPTS[0], greedy(2).resolve({}))
+    engine.step()
+    engine.step()
+    assert len(second.sequences[0].output_ids) == 1
+    for request in (first, second):
+        engine.abort(request)
+    check_idle(ahead)
+
+
 def test_leaving_while_a_step_is_in_flight(plain: npmoe.LLM, ahead: npmoe.LLM) -> None:
     """Its pages go to others at once; the step that still writes to one of them does no harm."""
     left, stays = (ahead.stream(p, seeded(30)) for p in TEXT_PROMPTS[:2])
