@@ -138,12 +138,25 @@ __device__ __forceinline__ void cluster_arrive() {
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The float that lies at `own`, an address in this block's shared memory, in block `rank`'s.
-__device__ __forceinline__ float peer_float(const float* own, int rank) {
+// What lies at `own`, an address in this block's shared memory, in block `rank`'s.
+__device__ __forceinline__ u32 peer_address(const void* own, int rank) {
   u32 address = static_cast<u32>(__cvta_generic_to_shared(own)), mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+__device__ __forceinline__ float peer_float(const float* own, int rank) {
   float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(mapped) : "memory");
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(peer_address(own, rank)) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 peer_u32(const u32* own, int rank) {
+  u32 v;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(peer_address(own, rank)) : "memory");
+  return v;
+}
+__device__ __forceinline__ u64 peer_u64(const u64* own, int rank) {
+  u64 v;
+  asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(v) : "r"(peer_address(own, rank)) : "memory");
   return v;
 }
 #else
@@ -151,10 +164,16 @@ __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ void cluster_arrive() { __syncthreads(); }
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ float peer_float(const float* own, int) { return *own; }
+__device__ __forceinline__ u32 peer_u32(const u32* own, int) { return *own; }
+__device__ __forceinline__ u64 peer_u64(const u64* own, int) { return *own; }
 #endif
 // A barrier of the block's first `count` threads, whole warps.
 __device__ __forceinline__ void sync_threads(int count) {
   asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory");
+}
+__device__ __forceinline__ void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
 }
 #if BULK
 __device__ __forceinline__ u32 shared_address(const void* p) {
@@ -194,11 +213,19 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes,
 }
 #endif
 #else
+#ifndef CPU_CLUSTERS  // the test does not run the blocks of a cluster together
+#undef CLUSTER
+#endif
+#ifndef CLUSTER
 #define CLUSTER 1
-inline int cluster_rank() { return 0; }
-inline void cluster_arrive() { __syncthreads(); }
+#endif
+inline int cluster_rank() { return cpu::cluster_rank(); }
+inline void cluster_arrive() { cpu::cluster_barrier(); }
 inline void cluster_wait() {}
-inline float peer_float(const float* own, int) { return *own; }
+inline void cluster_sync() { cpu::cluster_barrier(); }
+inline float peer_float(const float* own, int rank) { return cpu::peer(own, rank); }
+inline u32 peer_u32(const u32* own, int rank) { return cpu::peer(own, rank); }
+inline u64 peer_u64(const u64* own, int rank) { return cpu::peer(own, rank); }
 #define SHARED_MEMORY(name) unsigned char* name = reinterpret_cast<unsigned char*>(cpu::block->smem.data())
 inline void prefetch(const void*) {}
 #define sync_threads(count) cpu::barrier(__LINE__, count)

@@ -190,7 +190,7 @@ class LLM:
         scratch_pages = 1 if isinstance(model, GpuModel) else 0
         cache = _make_cache(spec, num_pages + scratch_pages, size, kv, self.device)
         if isinstance(model, GpuModel):
-            model.bind(cache.layers, pages_each, self._nvtx)
+            model.bind(cache.layers, pages_each, options.max_num_seqs, self._nvtx)
         short = "" if self.max_seq_len == wanted else f" (the model allows {wanted:,})"
         say(
             f"context {self.max_seq_len:,} tokens{short}, KV cache {kv.key_format}/"

@@ -4,11 +4,17 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from safetensors.numpy import save_file
 
 import npmoe
+import npmoe.llm
+from npmoe.engine.runner import Runner
+from npmoe.kv.storage import KVCache
+from npmoe.models.layers import CausalLM
+from tests.engine.self_decoding import SelfDecoding
 
 GOLDEN = Path(__file__).parent / "golden"
 MOE = GOLDEN / "qwen3_moe"
@@ -20,6 +26,16 @@ def load(path: Path, **options: Any) -> npmoe.LLM:
     """An LLM on the CPU that says nothing; exact cache unless asked otherwise."""
     options = {"device": "cpu", "kv_cache": "fp32", "progress": False, "page_size": 4} | options
     return npmoe.LLM(path, **options)
+
+
+def load_self_decoding(path: Path, late: bool, **options: Any) -> npmoe.LLM:
+    """The same, with a model that decodes by itself; late: a step runs when it is waited for."""
+
+    def runner(model: CausalLM, cache: KVCache, page_size: int) -> Runner:
+        return Runner(SelfDecoding(model, cache.layers, page_size, late), cache, page_size)
+
+    with patch.object(npmoe.llm, "Runner", runner):
+        return load(path, **options)
 
 
 def write_text_model(folder: Path, **generation_config: Any) -> Path:

@@ -21,7 +21,7 @@ from npmoe import SamplingParams
 from npmoe.engine.output import TokenLogprob
 from npmoe.errors import DeviceError, OutOfMemory, PromptError, TokenizerError, UnsupportedModel
 from npmoe.ops.sample import log_softmax
-from tests.llm_fixtures import EOS, LONGROPE, MOE, load, write_text_model
+from tests.llm_fixtures import EOS, LONGROPE, MOE, load, load_self_decoding, write_text_model
 
 rng = np.random.default_rng(0)
 PROMPTS = [rng.integers(3, 128, n).tolist() for n in (1, 3, 17, 40, 8, 25)]
@@ -423,6 +423,9 @@ def test_an_error_in_a_step_frees_pages(
     assert [c.token_ids for c in llm.generate(["The router", "A mixture"], greedy())] == want
 
 
+CODE = tuple(f"{n}.py" for n in ("engine", "pipeline", "scheduler", "pages", "text", "runner"))
+
+
 class InterruptAt:
     """Raises KeyboardInterrupt at the n-th line that runs in the engine or the page allocator.
 
@@ -435,7 +438,7 @@ class InterruptAt:
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
         path = frame.f_code.co_filename
-        if not path.endswith(("engine.py", "scheduler.py", "pages.py", "text.py", "runner.py")):
+        if not path.endswith(CODE):
             return None
         if frame.f_code.co_name in ("_turn", "_drop_aborted"):
             return None
@@ -455,10 +458,11 @@ class InterruptAt:
         sys.settrace(None)
 
 
-def test_an_interrupt_at_any_line_leaves_a_working_engine() -> None:
+@pytest.mark.parametrize("late", [None, True, False], ids=["host samples", "late", "early"])
+def test_an_interrupt_at_any_line_leaves_a_working_engine(late: bool | None) -> None:
     """Another request waits half done meanwhile; it must come out right, whoever interrupts."""
     prompts, params = [PROMPTS[2], PROMPTS[4]], seeded(3, n=2)
-    with load(MOE) as llm:
+    with load(MOE) if late is None else load_self_decoding(MOE, late) as llm:
         other_params = seeded(6).resolve({})
         other_want = llm.generate(PROMPTS[5], seeded(6)).token_ids
         want = [c.token_ids for x in llm.generate(prompts, params) for c in x.choices]

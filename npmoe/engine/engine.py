@@ -1,4 +1,8 @@
-"""The loop: plan a step, run it, choose tokens, end what has ended. Every method takes its turn."""
+"""The loop: plan a step, run it, choose tokens, end what has ended. Every method takes its turn.
+
+A model that samples chooses all tokens but a completion's first, and runs one step ahead of the
+host as long as the same sequences go on.
+"""
 
 import secrets
 import threading
@@ -11,11 +15,12 @@ import numpy as np
 
 from npmoe.dtypes import Array
 from npmoe.engine.output import Choice, Completion, Timings, TokenLogprob
+from npmoe.engine.pipeline import Pipeline
 from npmoe.engine.request import Request, Sequence
 from npmoe.engine.runner import Runner
 from npmoe.engine.scheduler import Scheduler, Work
 from npmoe.engine.text import TextStream
-from npmoe.ops.sample import candidates_ref, log_softmax, penalize, sample_ref
+from npmoe.ops.sample import Chooser, Sampled, report
 from npmoe.sampling import SamplingParams
 from npmoe.tokenizer import StreamDecoder, Tokenizer
 
@@ -38,6 +43,8 @@ class Engine:
         self._lock, self._next = threading.Lock(), threading.Lock()
         self._owner: dict[Sequence, Request] = {}
         self._aborted: deque[Request] = deque()
+        self._pipeline = runner.pipeline
+        self._blocked: list[Sequence] | None = None
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -63,6 +70,7 @@ class Engine:
         except BaseException:
             for s in [s for s in self._owner if s.finish_reason is not None]:
                 self._retire(s)
+            self._pipeline.clear()
             self.scheduler.reset(self._owner)
             raise
 
@@ -94,14 +102,75 @@ class Engine:
     def step(self) -> None:
         """Advances every running sequence by one step."""
         with self._turn():
-            with self._bookkeeping():
-                works = self.scheduler.plan()
-                wants_all = [self._wants_prompt_logprobs(work) for work in works]
-            if not works:
+            try:
+                self._step()
+            except BaseException:
+                self._pipeline.clear()
+                raise
+
+    def _step(self) -> None:
+        if self._pipeline.in_flight:
+            alive = any(s in self._owner for s in self._pipeline.sequences)
+            self._decode()
+            if alive:
                 return
-            logits = self.runner.run(works, wants_all)
+        with self._bookkeeping():
+            works = self.scheduler.plan()
+            decoding = [work for work in works if self._is_sampled(work)]
+            others = [work for work in works if not self._is_sampled(work)]
+            wants_all = [self._wants_prompt_logprobs(work) for work in others]
+            self._blocked = None if others else list(self.scheduler.waiting)
+        if others:
+            logits = self.runner.run(others, wants_all)
             with self._bookkeeping():
-                self._use(works, wants_all, logits)
+                self._use(others, wants_all, logits)
+        while decoding:
+            group = decoding[: self._pipeline.max_seqs]
+            decoding = decoding[len(group) :]
+            self.runner.start(group, [self._chooser(work.sequence) for work in group])
+            self._decode()
+
+    def _is_sampled(self, work: Work) -> bool:
+        """Whether the model chooses the next token: logits of the first are shared by n."""
+        decoding = work.reaches_end and work.count == 1
+        return self._pipeline.max_seqs > 0 and decoding and bool(work.sequence.output_ids)
+
+    def _decode(self) -> None:
+        """Lets the model begin another step, if it may, and uses the oldest one's tokens."""
+        with self._bookkeeping():
+            ahead = self._may_run_ahead()
+        if ahead:
+            self._pipeline.enqueue()
+        self._take()
+
+    def _take(self) -> None:
+        """Uses the tokens of the oldest step in flight."""
+        tokens = self._pipeline.take()
+        with self._bookkeeping():
+            for sequence, sampled in tokens:
+                if sequence in self._owner:  # else it has ended, and this token comes after its end
+                    self.scheduler.complete(Work(sequence, 1))
+                    self._append_token(sequence, sampled)
+
+    def _may_run_ahead(self) -> bool:
+        """Whether the next step is of the same sequences, as far as one can know; claims pages.
+
+        Those that wait were offered a place when these began; a place comes with another plan.
+        """
+        sequences, scheduler = self._pipeline.sequences, self.scheduler
+        return (
+            scheduler.running == sequences
+            and list(scheduler.waiting) == self._blocked
+            and scheduler.longrope_switch is None
+            and not any(self._is_full(s, 1) for s in sequences)
+            and scheduler.grow_ahead(sequences)
+        )
+
+    def _is_full(self, s: Sequence, more: int) -> bool:
+        """Whether the sequence is at its end once it has so many tokens more."""
+        assert s.params.max_tokens is not None
+        length = len(s.token_ids) + more
+        return length - s.num_prompt >= s.params.max_tokens or length >= self.max_seq_len
 
     def _use(self, works: list[Work], wants_all: list[bool], logits: list[Array]) -> None:
         now = time.perf_counter()
@@ -126,7 +195,8 @@ class Engine:
         for i in range(max(s.num_computed, len(recorded) - 1), s.num_computed + work.count):
             if i + 1 < s.num_prompt:
                 row = rows[i - s.num_computed]
-                recorded.append(_token_logprob(row, s.token_ids[i + 1], s.params.prompt_logprobs))
+                sampled = report(row, s.token_ids[i + 1], s.params.prompt_logprobs)
+                recorded.append(_token_logprob(sampled))
 
     def _advance(self, sequence: Sequence, logits: Array, now: float) -> None:
         """Splits off the other completions after the prompt, then adds a token to each."""
@@ -152,67 +222,47 @@ class Engine:
             if child.num_computed:
                 advancing.append(child)
         for s in advancing:
-            self._append_token(s, logits)
-            if s.finish_reason is not None:
-                self._finish(s)
+            self._append_token(s, self._sample(s, logits))
 
-    def _append_token(self, s: Sequence, raw_logits: Array) -> None:
+    def _sample(self, s: Sequence, logits: Array) -> Sampled:
+        """The next token, chosen here."""
+        token = self._choose(s, logits)
+        wanted = s.params.logprobs
+        return Sampled(token) if wanted is None else report(logits, token, wanted)
+
+    def _choose(self, s: Sequence, logits: Array) -> int:
+        return self._chooser(s).choose(logits)
+
+    def _chooser(self, s: Sequence) -> Chooser:
+        ends = self._ends(s)
+        return Chooser(s.params, s.token_ids, s.num_prompt, s.seed, s.stream, ends)
+
+    def _ends(self, s: Sequence) -> frozenset[int]:
+        """Tokens that end a completion."""
+        stops = frozenset(s.params.stop_token_ids)
+        return stops if s.params.ignore_eos else stops | self.end_ids
+
+    def _append_token(self, s: Sequence, sampled: Sampled) -> None:
+        """Adds a token; a sequence that ends with it leaves."""
         p = s.params
-        assert p.max_tokens is not None
         assert p.min_tokens is not None
-        count = len(s.token_ids) - s.num_prompt
-        ends = set(p.stop_token_ids) | (frozenset() if p.ignore_eos else self.end_ids)
-        token = self._choose(s, raw_logits, ends if count < p.min_tokens else set())
         if p.logprobs is not None:
-            s.logprobs.append(_token_logprob(raw_logits, token, p.logprobs))
-        s.token_ids.append(token)
-        count += 1
-        if token in ends:
+            s.logprobs.append(_token_logprob(sampled))
+        s.token_ids.append(sampled.token_id)
+        if sampled.token_id in self._ends(s):
             s.text.finish()
             s.finish_reason = "stop"
-            return
-        s.text.push(token, may_stop=count >= p.min_tokens)
-        if s.text.stopped:
-            s.finish_reason = "stop"
-        elif count >= p.max_tokens or len(s.token_ids) >= self.max_seq_len:
-            s.text.finish()
-            s.finish_reason = "stop" if s.text.stopped else "length"
-
-    def _choose(self, s: Sequence, raw_logits: Array, forbidden: set[int]) -> int:
-        p = s.params
-        assert p.temperature is not None
-        assert p.top_k is not None
-        assert p.top_p is not None
-        assert p.min_p is not None
-        assert p.repetition_penalty is not None
-        logits = raw_logits.copy()
-        for token, bias in p.logit_bias.items():
-            logits[token] += np.float32(bias)
-        if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
-            tokens = np.asarray(s.token_ids, np.int64)
-            penalize(
-                logits,
-                tokens[: s.num_prompt],
-                tokens[s.num_prompt :],
-                p.repetition_penalty,
-                p.presence_penalty,
-                p.frequency_penalty,
-            )
-        logits[list(forbidden)] = -np.inf
-        return sample_ref(
-            logits,
-            p.temperature,
-            p.top_k,
-            p.top_p,
-            p.min_p,
-            s.seed,
-            position=len(s.token_ids),
-            stream=s.stream,
-        )
-
-    def _finish(self, sequence: Sequence) -> None:
-        self.scheduler.finish(sequence)
-        self._retire(sequence)
+        else:
+            may_stop = len(s.token_ids) - s.num_prompt >= p.min_tokens
+            s.text.push(sampled.token_id, may_stop)
+            if not s.text.stopped and self._is_full(s, 0):
+                s.text.finish()
+                s.finish_reason = "length"
+            if s.text.stopped:
+                s.finish_reason = "stop"
+        if s.finish_reason is not None:
+            self.scheduler.finish(s)
+            self._retire(s)
 
     def _retire(self, sequence: Sequence) -> None:
         request = self._owner.pop(sequence)
@@ -242,6 +292,8 @@ class Engine:
         """Waits for the step in progress, then lets model and cache go."""
         with suppress(RuntimeError), self._turn():
             self.closed = True
+            self._pipeline.close()
+            self._pipeline = Pipeline(None)
             del self.runner
 
     def completion(self, request: Request) -> Completion:
@@ -275,6 +327,8 @@ class Engine:
         s = Sequence(list(token_ids), len(token_ids), params, 0, TextStream(None, ()))
         rows = []
         with self._turn(), self._bookkeeping():
+            while self._pipeline.in_flight:
+                self._take()
             self.scheduler.claim_pages(s)
             while s.num_pending:
                 work = Work(s, min(s.num_pending, self.scheduler.prefill_chunk))
@@ -284,7 +338,6 @@ class Engine:
         return np.concatenate(rows)
 
 
-def _token_logprob(logits: Array, token: int, alternatives: int) -> TokenLogprob:
-    logprobs = log_softmax(logits)
-    best = candidates_ref(logits, 1.0, alternatives, 1.0, 0.0)[0] if alternatives else ()
-    return TokenLogprob(token, float(logprobs[token]), {int(i): float(logprobs[i]) for i in best})
+def _token_logprob(sampled: Sampled) -> TokenLogprob:
+    assert sampled.logprob is not None
+    return TokenLogprob(sampled.token_id, sampled.logprob, sampled.top)

@@ -1,25 +1,46 @@
-"""Turns scheduled work into a Batch, runs the model, hands back logits."""
+"""Turns scheduled work into a Batch and hands it to the model: for logits, or to be decoded."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from npmoe.batch import Batch
 from npmoe.dtypes import Array
+from npmoe.engine.pipeline import Pipeline, SamplingModel
 from npmoe.engine.scheduler import Work
 from npmoe.kv.storage import KVCache
 from npmoe.models.gpu import GpuModel
 from npmoe.models.layers import CausalLM
+from npmoe.ops.sample import Chooser
 
 
 class Runner:
-    """Owns the model and the arrays of its cache."""
+    """Owns the model, the arrays of its cache, and the steps in flight."""
 
     def __init__(self, model: CausalLM | GpuModel, cache: KVCache, page_size: int) -> None:
         self.model, self.cache, self.page_size = model, cache, page_size
+        self.pipeline = Pipeline(model if isinstance(model, SamplingModel) else None)
+
+    def start(self, works: list[Work], choosers: Sequence[Chooser]) -> None:
+        """Begins to decode sequences that have one token to compute each; see Pipeline."""
+        rows = [np.arange(i, i + 1) for i in range(len(works))]
+        sequences = [work.sequence for work in works]
+        self.pipeline.start(self._batch(works, rows), sequences, choosers)
 
     def run(self, works: list[Work], wants_all: list[bool]) -> list[Array]:
         """Computes the works' tokens; logits float32 `[rows, vocab]` for each work: all of its
         rows where wants_all, the last one where the work reaches the sequence's end, else none.
         """
+        ends = np.cumsum([work.count for work in works])
+        rows = []
+        for work, every, last in zip(works, wants_all, ends, strict=True):
+            count = work.count if every else int(work.reaches_end)
+            rows.append(np.arange(last - count, last))
+        logits = self.model.forward(self._batch(works, rows), self.cache.layers)
+        return np.split(logits, np.cumsum([len(r) for r in rows])[:-1])
+
+    def _batch(self, works: list[Work], rows: list[Array]) -> Batch:
+        """The works' tokens; rows: of each work, those whose logits are wanted."""
         counts = [work.count for work in works]
         edges = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         starts = [work.sequence.num_computed for work in works]
@@ -32,13 +53,10 @@ class Runner:
         for table, work, span in zip(tables, works, spans, strict=True):
             table[: len(work.sequence.pages)] = work.sequence.pages
             slots.append(table[span // self.page_size] * self.page_size + span % self.page_size)
-        rows = []
-        for work, every, first, last in zip(works, wants_all, edges[:-1], edges[1:], strict=True):
-            rows.append(np.arange(first if every else last - int(work.reaches_end), last))
         variant = None
         if self.model.spec.longrope_switch is not None:
             variant = np.repeat([int(w.sequence.long_rope) for w in works], counts)
-        batch = Batch(
+        return Batch(
             input_ids=input_ids.astype(np.int32),
             positions=np.concatenate(spans).astype(np.int32),
             slot_mapping=np.concatenate(slots).astype(np.int32),
@@ -48,5 +66,3 @@ class Runner:
             logits_rows=np.concatenate(rows).astype(np.int32),
             rope_variant=variant,
         )
-        logits = self.model.forward(batch, self.cache.layers)
-        return np.split(logits, np.cumsum([len(r) for r in rows])[:-1])

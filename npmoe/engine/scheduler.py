@@ -140,6 +140,18 @@ class Scheduler:
             self.preempt(self.running[-1])
         sequence.pages += pages
 
+    def grow_ahead(self, sequences: list[Sequence]) -> bool:
+        """Gives decoding sequences room for one token more than their next; False, and nothing has
+        changed, if there are too few pages."""
+        needed = [self._missing_pages(s, 2) for s in sequences]
+        pages = self.allocator.allocate(sum(needed))
+        if pages is None:
+            return False
+        for sequence, count in zip(sequences, needed, strict=True):
+            sequence.pages += pages[:count]
+            pages = pages[count:]
+        return True
+
     def is_long(self, sequence: Sequence) -> bool:
         """Whether the sequence uses longrope's long factors."""
         return self.longrope_switch is not None and len(sequence.token_ids) > self.longrope_switch

@@ -1,10 +1,11 @@
 """The decode step on the GPU: one token each of up to 8 sequences, as launches for a graph.
 
 Six kernels a layer: qkv, attention (with q/k norm, rotary and the KV write), output, route,
-gate_up, down; then lm_head with the greedy choice, which `embed` of the next step reads on the
-device.
+gate_up, down; then lm_head with the greedy choice, or sample after it. `embed` of the next step
+reads the token on the device.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from npmoe.models.stream import AttentionSplit, Stream
 from npmoe.ops.experts import PLAIN
 from npmoe.ops.quantize import KVPages
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
+from npmoe.ops.sampler import Sampler
 from npmoe.runtime import nvtx
 from npmoe.runtime.device import cupy
 from npmoe.runtime.launch import launch
@@ -49,15 +51,19 @@ class DecodeStep:
         block_table: Array,
         history: int = 4096,
         tuning: Tuning | None = None,
+        sampled: bool = False,
+        cos_sin: Array | None = None,
     ) -> None:
         """weights: matrices in "fragments" layout (expert gate and up rows alternating), routers
         and embedding bf16 arrays, vectors float32. cache: KV pages per layer. block_table int32
-        `[S, max_pages]` on the device, S <= 8. Raises UnsupportedModel for what has no kernel.
+        `[S, max_pages]` on the device, S <= 8. sampled: `sampler` chooses, as its rows say, after
+        lm_head's greedy choice. cos_sin: a `rotary_table` that several steps share.
+        Raises UnsupportedModel for what has no kernel.
         """
         self.tuning = tuning or Tuning()
         xp = cupy()
         self.spec, self.weights, self.cache, self.block_table = spec, weights, cache, block_table
-        self.seqs = seqs = block_table.shape[0]
+        self.num_seqs = seqs = block_table.shape[0]
         a = spec.layers[0].attention
         check_decode_spec(spec)
         gpu = xp.cuda.Device().attributes
@@ -85,17 +91,23 @@ class DecodeStep:
         self.splits = min(splits, 32 * CLUSTER)
         self.partial = xp.zeros(3 * seqs * a.num_heads * a.head_dim * self.splits, xp.float32)
         self.arrived = xp.zeros(heads * CLUSTER, xp.uint32)
-        frequencies, factor = rope_frequencies(spec.rope, a.head_dim, spec.max_positions)
-        positions = np.arange(block_table.shape[1] * cache[0][0].page_size, dtype=np.int32)
-        cos, sin = rope_cos_sin(positions, frequencies, factor)
-        self.cos_sin = xp.asarray(np.stack([cos, sin], axis=-1))
+        self.sampler = Sampler(seqs, spec.vocab_size) if sampled else None
+        if cos_sin is None:
+            cos_sin = rotary_table(spec, block_table.shape[1] * cache[0][0].page_size)
+        self.cos_sin = cos_sin
+
+    def with_sampler(self, sampler: Sampler) -> "DecodeStep":
+        """The same step on the same buffers, with a sampler's choice at its end."""
+        step = copy(self)
+        step.sampler = sampler
+        return step
 
     def enqueue(self) -> None:
         """Puts one step of all sequences on the current stream."""
         w = self.weights
         launch(
             kernel("embed", "embed", K=self.spec.hidden_size),
-            (self.seqs,),
+            (self.num_seqs,),
             256,
             self.x,
             self.best,
@@ -122,14 +134,16 @@ class DecodeStep:
             w["norm"],
             head.codes.shape[0] * ROWS,
             self.spec.vocab_size,
-            self.seqs,
+            self.num_seqs,
             self.spec.eps,
             shared=shared,
         )
+        if self.sampler is not None:
+            self.sampler.enqueue(self.best, self.logits, self.seq_lens)
 
     def _layer(self, i: int) -> None:
         w: dict[str, Any] = {n: self.weights.get(f"layers.{i}.{n}") for n in _LAYER_WEIGHTS}
-        eps, seqs, blocks = self.spec.eps, self.seqs, self.blocks
+        eps, seqs, blocks = self.spec.eps, self.num_seqs, self.blocks
         qkv, o = w["qkv_proj"], w["o_proj"]
         function, threads, shared = self._gemv("qkv", qkv)
         launch(
@@ -192,7 +206,7 @@ class DecodeStep:
         }
         launch(
             kernel("attention", "attention", **macros),
-            (self.splits, a.num_kv_heads, self.seqs),
+            (self.splits, a.num_kv_heads, self.num_seqs),
             32 * split.warps,
             self.attended,
             self.projected,
@@ -229,7 +243,7 @@ class DecodeStep:
         form = {"W_FORMAT": W_CODES[gate_up.format]}
         launch(
             kernel("experts", "gate_up", **macros, **form, **stream.macros()),
-            (self.blocks, self.seqs),
+            (self.blocks, self.num_seqs),
             stream.threads,
             self.hidden,
             gate_up.codes,
@@ -244,7 +258,7 @@ class DecodeStep:
         form = {"W_FORMAT": W_CODES[down.format]}
         launch(
             kernel("experts", "down", **macros, **form, **stream.macros()),
-            (self.blocks, self.seqs),
+            (self.blocks, self.num_seqs),
             stream.threads,
             self.x,
             down.codes,
@@ -257,8 +271,8 @@ class DecodeStep:
         """The kernel for a dense weight, its threads a block and its dynamic shared memory."""
         slices = w.shape[1] // COLUMNS
         tiles = -(-w.codes.shape[0] // self.blocks)
-        stream = self._stream(w.format, slices, 1, self.seqs, tiles)
-        macros = {"K": w.shape[1], "TOKENS": self.seqs, "W_FORMAT": W_CODES[w.format]}
+        stream = self._stream(w.format, slices, 1, self.num_seqs, tiles)
+        macros = {"K": w.shape[1], "TOKENS": self.num_seqs, "W_FORMAT": W_CODES[w.format]}
         return kernel(stem, stem, **macros, **stream.macros()), stream.threads, stream.shared
 
     def _stream(self, form: str, slices: int, stacked: int, tokens: int, tiles: int) -> Stream:
@@ -271,6 +285,13 @@ _LAYER_WEIGHTS = (
     *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),
     *("post_attention_layernorm", "router", "gate_up_proj", "down_proj"),
 )
+
+
+def rotary_table(spec: ModelSpec, num_positions: int) -> Array:
+    """Cosine and sine of positions from 0 on the device, float32 `[positions, head_dim / 2, 2]`."""
+    frequencies, factor = rope_frequencies(spec.rope, spec.head_dim, spec.max_positions)
+    cos, sin = rope_cos_sin(np.arange(num_positions, dtype=np.int32), frequencies, factor)
+    return cupy().asarray(np.stack([cos, sin], axis=-1))
 
 
 def check_decode_spec(spec: ModelSpec) -> None:

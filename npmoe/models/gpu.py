@@ -4,7 +4,8 @@ Prompts run through the same kernels as decoding, a token of each sequence a ste
 for long prompts until there are kernels for many tokens at once.
 """
 
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ from npmoe.dtypes import Array, array_namespace
 from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, RECORDS, to_fragments, with_row_scales
 from npmoe.formats.quant_tensor import QuantTensor
-from npmoe.models.decode import KV_CODES, DecodeStep, check_decode_spec
+from npmoe.models.decode import KV_CODES, DecodeStep, check_decode_spec, rotary_table
 from npmoe.models.parameters import ROUTER, TABLE, Parameter
 from npmoe.models.specs import ModelSpec
 from npmoe.ops.quantize import KVPages
-from npmoe.runtime.device import cupy
+from npmoe.ops.sample import Chooser, Sampled
+from npmoe.ops.sampler import REPORT_WORDS, Sampler, needs_sampler, read_report
+from npmoe.runtime.device import copy_to_pinned, cupy, pinned_zeros, to_host
 from npmoe.runtime.graphs import Eager, Graph
 
 BUCKETS = (1, 2, 4, 8)
@@ -105,14 +108,29 @@ def _pad_columns(w: QuantTensor) -> QuantTensor:
     return replace(w, shape=(*lead, target), **changed)
 
 
+@dataclass(frozen=True)
+class _Results:
+    """Where a step's tokens (`best`) and log probabilities arrive on the host, and when."""
+
+    best: np.ndarray
+    report: np.ndarray
+    arrived: Any
+
+
 class GpuModel:
-    """Runs batches as CausalLM does, on the device; logits come back as NumPy arrays."""
+    """Runs batches as CausalLM does, on the device, and decodes by itself (`SamplingModel`).
+
+    All work runs on one stream, in the order in which it was asked for.
+    """
+
+    max_sampled_seqs = BUCKETS[-1]
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Any]) -> None:
         """weights: parameter name -> float32 vector, or what `prepare_for_gpu` gave."""
         self.spec, self.weights = spec, weights
-        self._steps: dict[int, tuple[DecodeStep, Graph | Eager]] = {}
+        self._steps: dict[tuple[int, bool], tuple[DecodeStep, Graph | Eager]] = {}
         self._cache: list[tuple[KVPages, KVPages]] | None = None
+        self._sampler: Sampler | None = None
 
     @property
     def nbytes(self) -> int:
@@ -120,16 +138,38 @@ class GpuModel:
         return sum(w.nbytes for w in self.weights.values())
 
     def bind(
-        self, cache: list[tuple[KVPages, KVPages]], max_pages: int, nvtx: bool = False
+        self,
+        cache: list[tuple[KVPages, KVPages]],
+        max_pages: int,
+        max_num_seqs: int = BUCKETS[-1],
+        nvtx: bool = False,
     ) -> None:
         """Fixes the cache that graphs will use; its last page is a scratch page, for unused rows.
 
-        max_pages: the most pages of a sequence. nvtx: steps run in NVTX ranges, without graphs.
+        max_pages: the most pages of a sequence. Compiles and captures the greedy steps of up to
+        max_num_seqs sequences; those that sample follow when they are first needed. NVRTC takes 5 s
+        for the first bucket, 1.5 s for each further one and 2 s for sample.cu, once a machine.
+        nvtx: steps run in NVTX ranges, without graphs.
         """
         self._make = Eager if nvtx else Graph
+        xp = cupy()
         self._cache, self._max_pages = cache, max_pages
         self._scratch_page = cache[0][0].codes.shape[0] - 1
         self._steps.clear()
+        self._stream = xp.cuda.Stream(non_blocking=True)
+        self._tables = xp.full((BUCKETS[-1], max_pages), self._scratch_page, np.int32)
+        self._tables[0, 0] = self._scratch_page  # compiles what `enqueue` needs
+        self._cos_sin = rotary_table(self.spec, max_pages * cache[0][0].page_size)
+        self._results = [
+            _Results(
+                pinned_zeros(BUCKETS[-1], dtype=np.uint64),
+                pinned_zeros(BUCKETS[-1], REPORT_WORDS, dtype=np.int32),
+                xp.cuda.Event(disable_timing=True),
+            )
+            for _ in range(2)
+        ]
+        for bucket in BUCKETS[: BUCKETS.index(_bucket(max_num_seqs)) + 1]:
+            self._step(bucket, sampled=False)
 
     def forward(self, batch: Batch, cache: list[tuple[KVPages, KVPages]]) -> np.ndarray:
         """Logits float32 `[R, vocab]` of batch.logits_rows; `cache` is the one that was bound."""
@@ -143,35 +183,102 @@ class GpuModel:
             for first in range(0, len(pending), BUCKETS[-1]):
                 sequences = pending[first : first + BUCKETS[-1]]
                 rows = [int(edges[s]) + wave for s in sequences]
-                found = self._run(batch, sequences, rows)
+                step, graph = self._step(_bucket(len(rows)), sampled=False)
+                self._load(step, batch, sequences, rows)
+                graph.replay()
+                self._stream.synchronize()
                 for i, row in enumerate(rows):
                     if row in place:
-                        logits[place[row]] = found.logits[i].get()
+                        logits[place[row]] = to_host(step.logits[i])
         return logits
 
-    def _run(self, batch: Batch, sequences: list[int], rows: list[int]) -> DecodeStep:
-        """One token of each of at most 8 sequences."""
-        step, graph = self._step(next(b for b in BUCKETS if b >= len(rows)))
-        tokens = np.zeros(step.seqs, np.int32)
-        lengths = np.zeros(step.seqs, np.int32)  # unused rows: the first token of the scratch page
-        tables = np.full((step.seqs, self._max_pages), self._scratch_page, np.int32)
+    def start(self, batch: Batch, choosers: Sequence[Chooser]) -> None:
+        """Prepares steps of up to 8 sequences, of which the batch has the last token each."""
+        assert len(choosers) == len(batch.input_ids) <= self.max_sampled_seqs
+        self._choosers, self._enqueued, self._taken = choosers, 0, 0
+        sampled = any(map(needs_sampler, choosers))
+        self._decoding = self._step(_bucket(len(choosers)), sampled)
+        cupy().cuda.Stream.null.synchronize()  # page copies were made there
+        rows = list(range(len(choosers)))
+        self._load(self._decoding[0], batch, rows, rows)
+        if self._sampler is not None and sampled:
+            with self._stream:
+                self._sampler.set_rows(choosers)
+
+    def enqueue(self, new_pages: Iterable[tuple[int, int, int]]) -> None:
+        """Begins a step, and does not wait. new_pages: (sequence, index, page) for its tables."""
+        assert self._enqueued - self._taken < len(self._results)
+        step, graph = self._decoding
+        results = self._results[self._enqueued % len(self._results)]
+        with self._stream:
+            for row, index, page in new_pages:
+                self._tables[row, index] = page
+            graph.replay()
+            copy_to_pinned(results.best, step.best, self._stream)
+            if step.sampler is not None:
+                copy_to_pinned(results.report, step.sampler.report, self._stream)
+            results.arrived.record(self._stream)
+        self._enqueued += 1
+
+    def take(self) -> list[Sampled]:
+        """Waits for the oldest step that was not taken; the token of every sequence."""
+        assert self._taken < self._enqueued
+        results = self._results[self._taken % len(self._results)]
+        results.arrived.synchronize()
+        self._taken += 1
+        tokens = ~results.best & np.uint64(0xFFFFFFFF)
+        return [self._sampled(c, int(tokens[i]), i, results) for i, c in enumerate(self._choosers)]
+
+    def synchronize(self) -> None:
+        """Waits until nothing runs any more."""
+        self._stream.synchronize()
+
+    def _sampled(self, chooser: Chooser, token: int, row: int, results: _Results) -> Sampled:
+        wanted = chooser.params.logprobs
+        if wanted is None:
+            return Sampled(token)
+        return read_report(results.report[row], token, min(wanted, self.spec.vocab_size))
+
+    def _load(self, step: DecodeStep, batch: Batch, sequences: list[int], rows: list[int]) -> None:
+        """Puts one token each of at most 8 sequences where the step finds it."""
+        tokens = np.zeros(step.num_seqs, np.int32)
+        lengths = np.zeros(
+            step.num_seqs, np.int32
+        )  # unused rows: the first token of the scratch page
+        tables = np.full((step.num_seqs, self._max_pages), self._scratch_page, np.int32)
         tokens[: len(rows)] = batch.input_ids[rows]
         lengths[: len(rows)] = batch.positions[rows]
         width = min(batch.block_table.shape[1], self._max_pages)
         tables[: len(rows), :width] = batch.block_table[sequences, :width]
-        with graph.stream:
-            step.tokens.set(tokens)
-            step.seq_lens.set(lengths)
-            step.block_table.set(tables)
+        xp = cupy()
+        with self._stream:
+            step.tokens[...] = xp.asarray(tokens)
+            step.seq_lens[...] = xp.asarray(lengths)
+            step.block_table[...] = xp.asarray(tables)
             step.best[...] = 0
-            graph.replay()
-        graph.stream.synchronize()
-        return step
 
-    def _step(self, seqs: int) -> tuple[DecodeStep, Graph | Eager]:
-        if seqs not in self._steps:
-            assert self._cache is not None
-            table = cupy().full((seqs, self._max_pages), self._scratch_page, np.int32)
-            step = DecodeStep(self.spec, self.weights, self._cache, table)
-            self._steps[seqs] = step, self._make(step.enqueue)
-        return self._steps[seqs]
+    def _step(self, num_seqs: int, sampled: bool) -> tuple[DecodeStep, Graph | Eager]:
+        """The step of a bucket and its graph. Those with and without sampling share buffers."""
+        if (num_seqs, sampled) not in self._steps:
+            step = self._sampled_step(num_seqs) if sampled else self._greedy_step(num_seqs)
+            cupy().cuda.Stream.null.synchronize()  # buffers were zeroed there
+            with self._stream:  # a graph's first run writes: to the scratch page
+                step.seq_lens[...] = 0
+                step.block_table[...] = self._scratch_page
+            self._steps[num_seqs, sampled] = step, self._make(step.enqueue, self._stream)
+        return self._steps[num_seqs, sampled]
+
+    def _greedy_step(self, num_seqs: int) -> DecodeStep:
+        assert self._cache is not None
+        table = self._tables[:num_seqs]
+        return DecodeStep(self.spec, self.weights, self._cache, table, cos_sin=self._cos_sin)
+
+    def _sampled_step(self, num_seqs: int) -> DecodeStep:
+        if self._sampler is None:
+            self._sampler = Sampler(BUCKETS[-1], self.spec.vocab_size)
+        return self._step(num_seqs, sampled=False)[0].with_sampler(self._sampler)
+
+
+def _bucket(num_seqs: int) -> int:
+    """The smallest bucket that holds so many sequences; the largest for more."""
+    return next((b for b in BUCKETS if b >= num_seqs), BUCKETS[-1])

@@ -3,11 +3,17 @@
 The draw is Gumbel-max: argmax of logit / temperature - log(-log(u)), where u of a token depends
 only on (seed, position, stream, token id). So a seeded sequence is the same in any batch.
 The generator is Philox 4x32-10 (Salmon et al., SC 2011).
+
+`Chooser` puts the pieces together on the host; npmoe/ops/sampler.py is the same on the GPU.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from npmoe.dtypes import Array
+from npmoe.sampling import SamplingParams
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -108,3 +114,81 @@ def log_softmax(logits: Array) -> Array:
     """Natural log probabilities float32 `[vocab]` of a row of logits."""
     shifted = logits - logits.max()
     return shifted - np.log(np.exp(shifted).sum(dtype=np.float64)).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A token; where log probabilities are wanted its own, and the most probable tokens' by id."""
+
+    token_id: int
+    logprob: float | None = None
+    top: dict[int, float] = field(default_factory=dict)
+
+
+def report(logits: Array, token_id: int, alternatives: int) -> Sampled:
+    """A token with log probabilities by one row of the model's own logits float32 `[vocab]`."""
+    logprobs = log_softmax(logits)
+    best = candidates_ref(logits, 1.0, alternatives, 1.0, 0.0)[0] if alternatives else ()
+    top = {int(i): float(logprobs[i]) for i in best}
+    return Sampled(token_id, float(logprobs[token_id]), top)
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """How one sequence chooses its next token.
+
+    params: resolved. token_ids: prompt and completion so far. end_ids: tokens that end it, which
+    the first params.min_tokens may not be. seed and stream key the random numbers.
+    """
+
+    params: SamplingParams
+    token_ids: Sequence[int]
+    num_prompt: int
+    seed: int
+    stream: int
+    end_ids: frozenset[int]
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether scores depend on the tokens so far."""
+        p = self.params
+        return p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether the next token may not end the completion."""
+        assert self.params.min_tokens is not None
+        return len(self.token_ids) - self.num_prompt < self.params.min_tokens
+
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether the next token, and all after it, are the best by the model's own logits."""
+        changed = self.penalizes or self.params.logit_bias or self.must_go_on
+        return self.params.temperature == 0 and not changed
+
+    def scores(self, logits: Array) -> Array:
+        """Logits float32 `[vocab]` with bias, penalties and -infinity for what is forbidden."""
+        p = self.params
+        assert p.repetition_penalty is not None
+        scores = logits.copy()
+        for token, bias in p.logit_bias.items():
+            scores[token] += np.float32(bias)
+        if self.penalizes:
+            tokens = np.asarray(self.token_ids, np.int64)
+            prompt, output = tokens[: self.num_prompt], tokens[self.num_prompt :]
+            penalties = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+            penalize(scores, prompt, output, *penalties)
+        if self.must_go_on:
+            scores[list(self.end_ids)] = -np.inf
+        return scores
+
+    def choose(self, logits: Array) -> int:
+        """The next token by logits float32 `[vocab]`."""
+        p = self.params
+        assert p.temperature is not None
+        assert p.top_k is not None
+        assert p.top_p is not None
+        assert p.min_p is not None
+        filters = p.temperature, p.top_k, p.top_p, p.min_p
+        position = len(self.token_ids)
+        return sample_ref(self.scores(logits), *filters, self.seed, position, self.stream)

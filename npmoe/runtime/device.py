@@ -4,6 +4,7 @@
 read of its compile cache) happen at the first call. `cuda_jit` does the same for a CUDA kernel.
 """
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -68,6 +69,22 @@ def to_device(x: np.ndarray, device: str) -> Any:
 def to_host(x: Any) -> np.ndarray:
     """Any array as a NumPy array."""
     return x if isinstance(x, np.ndarray) else x.get()
+
+
+def pinned_zeros(*shape: int, dtype: type) -> np.ndarray:
+    """An array in page-locked host memory, to which the GPU copies while the host goes on."""
+    count = math.prod(shape)
+    memory = cupy().cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
+    array: np.ndarray = np.frombuffer(memory, dtype, count).reshape(shape)
+    array[...] = 0
+    return array
+
+
+def copy_to_pinned(target: np.ndarray, source: Any, stream: Any) -> None:
+    """Enqueues a copy of a contiguous device array to the first rows of one of `pinned_zeros`."""
+    runtime = cupy().cuda.runtime
+    pointers = target.ctypes.data, source.data.ptr
+    runtime.memcpyAsync(*pointers, source.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
 
 
 def free_memory(device: str) -> int:

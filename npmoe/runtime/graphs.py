@@ -10,9 +10,12 @@ from npmoe.runtime.device import cupy
 class Graph:
     """What `enqueue` puts on a stream, replayable. Addresses are fixed: buffers must live on."""
 
-    def __init__(self, enqueue: Callable[[], None]) -> None:
-        """Runs `enqueue` once for real, so that everything is compiled, then captures it."""
-        self.stream = _run_once(enqueue)
+    def __init__(self, enqueue: Callable[[], None], stream: Any = None) -> None:
+        """Runs `enqueue` once for real, so that everything is compiled, then captures it.
+
+        stream: where it runs; None makes one. Graphs that share buffers share a stream.
+        """
+        self.stream = _run_once(enqueue, stream)
         with self.stream:
             self.stream.begin_capture()
             try:
@@ -28,9 +31,9 @@ class Graph:
 class Eager:
     """Like Graph, but every replay enqueues anew, in NVTX ranges: for a profiler, and slower."""
 
-    def __init__(self, enqueue: Callable[[], None]) -> None:
-        """Runs `enqueue` once for real, so that everything is compiled."""
-        self.stream, self._enqueue = _run_once(enqueue), enqueue
+    def __init__(self, enqueue: Callable[[], None], stream: Any = None) -> None:
+        """Runs `enqueue` once for real, so that everything is compiled; stream as of Graph."""
+        self.stream, self._enqueue = _run_once(enqueue, stream), enqueue
 
     def replay(self) -> None:
         """Puts one run on the stream, in a range "step"; does not wait."""
@@ -38,9 +41,10 @@ class Eager:
             self._enqueue()
 
 
-def _run_once(enqueue: Callable[[], None]) -> Any:
-    """A stream on which `enqueue` has run, after all that fills its buffers on the null stream."""
-    stream = cupy().cuda.Stream(non_blocking=True)
+def _run_once(enqueue: Callable[[], None], stream: Any) -> Any:
+    """The stream (None: a new one), on which `enqueue` has run, after all that fills its buffers on
+    the null stream."""
+    stream = stream or cupy().cuda.Stream(non_blocking=True)
     cupy().cuda.Stream.null.synchronize()
     with stream:
         enqueue()

@@ -1,8 +1,9 @@
 // Runs CUDA C kernels on the CPU, for tests: included before a .cu, it lets g++ build the file as it is.
 //
-// One fiber per CUDA thread, all on one OS thread; blocks run one after another. A fiber runs until
-// it waits (__syncthreads, a warp operation) or ends, then the scheduler picks the next. The seed
-// decides the order of blocks, warps and lanes:
+// One fiber per CUDA thread, all on one OS thread; blocks run one after another, those of a cluster
+// in turns from one cluster barrier to the next. A fiber runs until it waits (__syncthreads, a warp
+// operation) or ends, then the scheduler picks the next. The seed decides the order of blocks, warps
+// and lanes:
 //   0  forward, 1 backward; each warp runs as far as it can before the next one starts
 //   *  warps and lanes shuffled again and again
 // so a result that depends on the seed shows a race. Shared memory is filled with POISON (a NaN in
@@ -86,7 +87,7 @@ namespace cpu {
 constexpr size_t STACK_BYTES = 128 << 10, GUARD = 4;  // GUARD: uint4 behind dynamic shared memory
 constexpr unsigned char POISON = 0xFF;
 
-enum State { READY, AT_BARRIER, AT_WARP_OP, AT_MBARRIER, ENDED };
+enum State { READY, AT_BARRIER, AT_WARP_OP, AT_MBARRIER, AT_CLUSTER, ENDED };
 
 struct Mbarrier {  // lies in the kernel's u64
   uint8_t phase, arrivals, pending, unused;
@@ -127,6 +128,7 @@ struct Block {
   uint3 index{};
   std::vector<Fiber> fibers;
   std::vector<uint4> smem;  // dynamic shared memory
+  std::vector<unsigned char> statics;  // static shared memory while another block of the cluster runs
   std::vector<BulkCopy> copies;  // on their way
   unsigned seed = 0;
   std::function<void()> run;
@@ -136,6 +138,7 @@ struct Block {
 };
 inline Block* block = nullptr;
 inline Fiber* current = nullptr;
+inline std::vector<Block>* cluster = nullptr;
 
 struct Random {
   uint64_t state;
@@ -159,12 +162,13 @@ inline void pause() { cpu_switch(&current->stack_pointer, block->scheduler); }
 
 inline void fail(const std::string& what) {  // ends the launch; a fiber does not return from it
   Block& b = *block;
-  const char* names[] = {"ready", "at a barrier", "in a warp operation", "at an mbarrier", "ended"};
-  int counts[5] = {};
+  const char* names[] = {"ready", "at a barrier", "in a warp operation", "at an mbarrier",
+                         "at a cluster barrier", "ended"};
+  int counts[6] = {};
   for (const Fiber& f : b.fibers) counts[f.state]++;
   b.error = what + " in block " + std::to_string(b.index.x) + ", " + std::to_string(b.index.y) +
             ", " + std::to_string(b.index.z) + ":";
-  for (int i = 0; i < 5; i++)
+  for (int i = 0; i < 6; i++)
     if (counts[i]) b.error += " " + std::to_string(counts[i]) + " threads " + names[i] + ";";
   if (current) pause();
 }
@@ -304,6 +308,32 @@ inline void async_wait(int at_most) {
   all.resize(kept);
 }
 
+inline int cluster_rank() { return static_cast<int>(block - cluster->data()); }
+
+inline void cluster_barrier() {
+  current->state = AT_CLUSTER;
+  pause();
+}
+
+// What lies at an address of this block's shared memory in block `rank` of the cluster.
+template <class T>
+T peer(const T* own, int rank) {
+  if (rank < 0 || rank >= static_cast<int>(cluster->size())) fail("a block outside the cluster");
+  Block& other = (*cluster)[rank];
+  if (&other == block) return *own;
+  auto* at = reinterpret_cast<const unsigned char*>(own);
+  auto* dynamic = reinterpret_cast<const unsigned char*>(block->smem.data());
+  bool is_static = at >= __start_shared_memory && at < __stop_shared_memory;
+  if (!is_static && (at < dynamic || at >= dynamic + block->smem.size() * sizeof(uint4)))
+    fail("an address outside shared memory");
+  const unsigned char* there = is_static
+                                   ? other.statics.data() + (at - __start_shared_memory)
+                                   : reinterpret_cast<const unsigned char*>(other.smem.data()) + (at - dynamic);
+  T v;
+  memcpy(&v, there, sizeof v);
+  return v;
+}
+
 inline void fiber_main() {
   block->run();
   current->state = ENDED;
@@ -315,14 +345,23 @@ inline void fiber_main() {
 __attribute__((no_sanitize("address"))) inline void poison_shared() {
   for (volatile unsigned char* p = __start_shared_memory; p < __stop_shared_memory; p++) *p = POISON;
 }
+// A block that has ended leaves nothing that its peers could read.
+__attribute__((no_sanitize("address"))) inline void save_shared(Block& b) {
+  for (size_t i = 0; i < b.statics.size(); i++)
+    b.statics[i] =
+        b.alive ? static_cast<volatile unsigned char*>(__start_shared_memory)[i] : POISON;
+}
+__attribute__((no_sanitize("address"))) inline void load_shared(const Block& b) {
+  for (size_t i = 0; i < b.statics.size(); i++)
+    static_cast<volatile unsigned char*>(__start_shared_memory)[i] = b.statics[i];
+}
 
-inline void run_block(Block& b, unsigned char* stacks, Random& random, unsigned seed) {
-  int count = static_cast<int>(b.fibers.size()), warps = (count + 31) / 32;
+inline void start_block(Block& b, unsigned char* stacks, unsigned seed) {
+  int count = static_cast<int>(b.fibers.size());
   __asan_unpoison_memory_region(stacks, STACK_BYTES * count);
   if (!b.smem.empty())
     memset(static_cast<void*>(b.smem.data()), POISON, b.smem.size() * sizeof(uint4));
-  poison_shared();
-  b.alive = count, b.waiting = 0, b.expected = 0, b.seed = seed, block = &b;
+  b.alive = count, b.waiting = 0, b.expected = 0, b.seed = seed;
   for (int i = 0; i < count; i++) {
     Fiber& f = b.fibers[i] = Fiber();
     int x = b.size.x, y = b.size.y;
@@ -334,6 +373,12 @@ inline void run_block(Block& b, unsigned char* stacks, Random& random, unsigned 
     for (int k = 0; k < 6; k++) *--top = nullptr;      // the registers it restores
     f.stack_pointer = top;
   }
+}
+
+// Runs a block until all its threads have ended or wait for the cluster.
+inline void run_block(Block& b, Random& random, unsigned seed) {
+  int count = static_cast<int>(b.fibers.size()), warps = (count + 31) / 32;
+  block = &b;
   auto run_warp = [&](int w) {
     bool ran = false;
     for (int lane : random.order(std::min(32, count - 32 * w), seed)) {
@@ -353,10 +398,22 @@ inline void run_block(Block& b, unsigned char* stacks, Random& random, unsigned 
         if (seed > 1 && random.below(4) == 0) break;
       }
     if (ran || !b.error.empty()) continue;
+    int at_cluster = 0;
+    for (const Fiber& f : b.fibers) at_cluster += f.state == AT_CLUSTER;
+    if (at_cluster == b.alive) return;
     if (b.copies.empty()) fail("deadlock");
     else land(b.copies.front().barrier);
   }
   if (!b.copies.empty() && b.error.empty()) fail("a bulk copy that nobody waited for");
+}
+
+// A product of bf16, of which the GPU keeps subnormal results whatever it is compiled with.
+inline __nv_bfloat162 multiply_bf16(__nv_bfloat162 a, __nv_bfloat162 b) {
+  unsigned before = _mm_getcsr();
+  _mm_setcsr(before & ~_MM_FLUSH_ZERO_ON);
+  __nv_bfloat162 product = __hmul2(a, b);
+  _mm_setcsr(before);
+  return product;
 }
 
 struct FlushSubnormals {
@@ -364,6 +421,31 @@ struct FlushSubnormals {
   FlushSubnormals() { _mm_setcsr(before | _MM_FLUSH_ZERO_ON); }
   ~FlushSubnormals() { _mm_setcsr(before); }
 };
+// Runs the blocks of a cluster in turns; returns an error text.
+inline std::string run_cluster(std::vector<Block>& blocks, unsigned char* stacks, Random& random,
+                               unsigned seed) {
+  cluster = &blocks;
+  poison_shared();
+  for (Block& b : blocks) {
+    start_block(b, stacks, seed);
+    stacks += STACK_BYTES * b.fibers.size();
+    if (blocks.size() > 1) b.statics.assign(__stop_shared_memory - __start_shared_memory, POISON);
+  }
+  for (bool alive = true; alive;) {
+    alive = false;
+    for (int i : random.order(static_cast<int>(blocks.size()), seed)) {
+      load_shared(blocks[i]);
+      run_block(blocks[i], random, seed);
+      save_shared(blocks[i]);
+      if (!blocks[i].error.empty()) return blocks[i].error;
+      alive |= blocks[i].alive > 0;
+    }
+    for (Block& b : blocks)
+      for (Fiber& f : b.fibers)
+        if (f.state == AT_CLUSTER) f.state = READY;
+  }
+  return "";
+}
 
 template <class T>
 constexpr char kind() {
@@ -372,48 +454,57 @@ constexpr char kind() {
 }
 
 // sizes: grid x, y, z, block x, y, z. arguments[i] points at argument i, kinds[i] is its type: P, i or f.
-// Returns an error text or null.
+// Clusters are of so many blocks along x. Returns an error text or null.
 template <class... A, size_t... I>
-const char* launch(void (*kernel)(A...), const unsigned* sizes, size_t shared, void** arguments,
-                   const char* kinds, unsigned seed, std::index_sequence<I...>) {
+const char* launch(void (*kernel)(A...), int blocks_a_cluster, const unsigned* sizes, size_t shared,
+                   void** arguments, const char* kinds, unsigned seed, std::index_sequence<I...>) {
   static std::string error;
   const char wanted[] = {kind<A>()..., 0};
   if (strcmp(wanted, kinds)) {
     error = std::string("takes arguments of types ") + wanted + ", was given " + kinds;
     return error.c_str();
   }
-  Block b;
-  b.grid = dim3(sizes[0], sizes[1], sizes[2]), b.size = dim3(sizes[3], sizes[4], sizes[5]);
-  b.run = [&] { kernel(*static_cast<std::remove_cv_t<A>*>(arguments[I])...); };
+  if (sizes[0] % blocks_a_cluster) return "the grid is not a multiple of the cluster";
 #if defined(__SANITIZE_ADDRESS__)
   size_t used = (shared + 15) / 16, guard = 0;
 #else
   size_t used = (shared + 15) / 16, guard = GUARD;
 #endif
-  b.smem.resize(used + guard);
   size_t threads = sizes[3] * sizes[4] * sizes[5];
-  b.fibers.resize(threads);
-  std::unique_ptr<unsigned char, decltype(&free)> stacks(
-      static_cast<unsigned char*>(aligned_alloc(64, STACK_BYTES * threads)), free);
-  Random random{seed};
-  for (int i : random.order(sizes[0] * sizes[1] * sizes[2], seed)) {
-    unsigned at = i, x = sizes[0], y = sizes[1];
-    b.index = uint3{at % x, at / x % y, at / (x * y)};
-    run_block(b, stacks.get(), random, seed);
-    auto* behind = reinterpret_cast<unsigned char*>(b.smem.data() + used);
-    for (size_t g = 0; g < guard * sizeof(uint4) && b.error.empty(); g++)
-      if (behind[g] != POISON) fail("a write past the dynamic shared memory");
-    if (!b.error.empty()) break;
+  std::vector<Block> blocks(blocks_a_cluster);
+  for (Block& b : blocks) {
+    b.grid = dim3(sizes[0], sizes[1], sizes[2]), b.size = dim3(sizes[3], sizes[4], sizes[5]);
+    b.run = [&] { kernel(*static_cast<std::remove_cv_t<A>*>(arguments[I])...); };
+    b.smem.resize(used + guard);
+    b.fibers.resize(threads);
   }
-  error = b.error;
+  std::unique_ptr<unsigned char, decltype(&free)> stacks(
+      static_cast<unsigned char*>(aligned_alloc(64, STACK_BYTES * threads * blocks.size())), free);
+  Random random{seed};
+  error.clear();
+  for (int i : random.order(sizes[0] * sizes[1] * sizes[2] / blocks_a_cluster, seed)) {
+    for (int r = 0; r < blocks_a_cluster; r++) {
+      unsigned at = i * blocks_a_cluster + r, x = sizes[0], y = sizes[1];
+      blocks[r].index = uint3{at % x, at / x % y, at / (x * y)};
+    }
+    error = run_cluster(blocks, stacks.get(), random, seed);
+    for (Block& b : blocks) {
+      auto* behind = reinterpret_cast<unsigned char*>(b.smem.data() + used);
+      block = &b;
+      for (size_t g = 0; g < guard * sizeof(uint4) && error.empty(); g++)
+        if (behind[g] != POISON) fail("a write past the dynamic shared memory"), error = b.error;
+    }
+    if (!error.empty()) break;
+  }
   return error.empty() ? nullptr : error.c_str();
 }
 
 template <class... A>
-const char* launch(void (*kernel)(A...), const unsigned* sizes, size_t shared, void** arguments,
-                   const char* kinds, unsigned seed) {
+const char* launch(void (*kernel)(A...), int blocks_a_cluster, const unsigned* sizes, size_t shared,
+                   void** arguments, const char* kinds, unsigned seed) {
   const FlushSubnormals here;
-  return launch(kernel, sizes, shared, arguments, kinds, seed, std::index_sequence_for<A...>{});
+  return launch(kernel, blocks_a_cluster, sizes, shared, arguments, kinds, seed,
+                std::index_sequence_for<A...>{});
 }
 
 }  // namespace cpu
@@ -421,7 +512,7 @@ const char* launch(void (*kernel)(A...), const unsigned* sizes, size_t shared, v
 #define CPU_KERNEL(name)                                                                        \
   extern "C" const char* cpu_##name(const unsigned* sizes, size_t shared, void** arguments,     \
                                     const char* kinds, unsigned seed) {                         \
-    return cpu::launch(name, sizes, shared, arguments, kinds, seed);                            \
+    return cpu::launch(name, CLUSTER, sizes, shared, arguments, kinds, seed);                   \
   }
 
 #define threadIdx (cpu::current->thread)
@@ -523,3 +614,4 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }
+#define __hmul2(a, b) cpu::multiply_bf16(a, b)

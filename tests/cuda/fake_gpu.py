@@ -174,6 +174,8 @@ def _cupy(gpu: FakeGPU) -> ModuleType:
         nvtx=SimpleNamespace(RangePush=gpu.open_ranges.append, RangePop=gpu.open_ranges.pop),
         runtime=SimpleNamespace(
             memGetInfo=lambda: (1 << 30, 1 << 31),
+            memcpyDeviceToHost=2,
+            memcpyAsync=lambda to, source, size, kind, stream: ctypes.memmove(to, source, size),
             getDeviceProperties=lambda i: {"name": NAME.encode()},
             driverGetVersion=lambda: DRIVER,
             runtimeGetVersion=lambda: DRIVER,

@@ -15,6 +15,7 @@ from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.kv.storage import KVCache
 from npmoe.models import decode
 from npmoe.models.specs import AttentionSpec, ExpertSpec, LayerSpec, ModelSpec, RouterSpec
+from npmoe.ops import sampler
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,12 @@ class NumPyAsCuPy:
 def decode_on_cpu(
     kernel: Any, launch: Any, bulk: bool, multiprocessors: int, shared_bytes: int = 227 << 10
 ) -> Iterator[None]:
-    """npmoe.models.decode with these in place of the GPU's."""
+    """npmoe.models.decode, and its sampler, with these in place of the GPU's."""
     replaced = {"kernel": kernel, "launch": launch, "bulk": lambda: bulk}
     replaced["cupy"] = lambda: NumPyAsCuPy(multiprocessors, shared_bytes)
     with ExitStack() as stack:
-        for name, value in replaced.items():
-            stack.enter_context(patch.object(decode, name, value))
+        for module in (decode, sampler):
+            stack.enter_context(patch.multiple(module, **replaced))
         yield
 
 
@@ -100,7 +101,7 @@ def launches(
     multiprocessors: int,
     shared_bytes: int,
 ) -> list[Launch]:
-    """What one step launches for one layer of the shape, embedding and lm_head included."""
+    """What one step launches for one layer of the shape, from the embedding to the sampler."""
     seen: list[Launch] = []
 
     def kernel(stem: str, name: str, **macros: int) -> Specialised:
@@ -121,7 +122,8 @@ def launches(
     cache = KVCache(1, 2, 64, shape.kv_heads, shape.head_dim, KVCacheConfig.parse(kv))
     table = np.zeros((seqs, 2), np.int32)
     with decode_on_cpu(kernel, launch, bulk, multiprocessors, shared_bytes):
-        step = decode.DecodeStep(spec, empty_weights(shape, weights), cache.layers, table)
+        w = empty_weights(shape, weights)
+        step = decode.DecodeStep(spec, w, cache.layers, table, sampled=True)
         step.enqueue()
     return seen
 

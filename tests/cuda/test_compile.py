@@ -11,6 +11,7 @@ import pytest
 
 from npmoe.models.decode import W_CODES
 from npmoe.models.prepare import KERNELS
+from npmoe.ops.sampler import STATIC_SHARED_BYTES
 from npmoe.runtime.resources import folder
 from tests.cuda.nvrtc import Usage, compile_kernels, missing
 from tests.cuda.steps import Shape, Specialised, launches
@@ -75,6 +76,7 @@ EXPERTS = {"HIDDEN": 256, "WIDTH": 256, "EXPERTS": 8, "TOP_K": 2, "RENORMALIZE":
 EXPERTS |= {"W_FORMAT": 1, "BATCH": 1, "STAGES": 2, "WARPS": 2}
 ATTENTION = {"HEADS": 8, "KV_HEADS": 4, "HEAD_DIM": 128, "PAGE": 16, "K_FORMAT": 0, "V_FORMAT": 0}
 ATTENTION |= {"WARPS": 4, "STAGES": 3, "LEAST": 64}
+SAMPLE = {"CLUSTER": 8, "IN_SHARED": 1, "MAX_LOGPROBS": 100}
 """Legal macros, of which the tests below change one."""
 
 REGISTERS = 65536
@@ -82,7 +84,11 @@ BLOCKS = 2
 """Registers of a multiprocessor, and the blocks that share it."""
 
 PREPARED = [tuple(W_CODES[f] for f in pair) for pair in KERNELS]
-STATIC_BYTES = {"gate_up": 256, "down": 256}  # room for shared memory that is not dynamic
+STATIC_BYTES = {
+    "gate_up": 256,
+    "down": 256,
+    "sample": STATIC_SHARED_BYTES,
+}  # room for shared memory that is not dynamic
 SPILLS = {  # by the compiler that setup.cfg pins
     "sm_100a-seed-67b-fp4-fp4+bf16-1": "down spills 12 bytes",
     "sm_90a-mixtral-8x7b-int4-fp4-8": "qkv spills 12 bytes",
@@ -170,6 +176,8 @@ def test_prepare_compiles(gpu: GPU, source: int, target: int) -> None:
         ("prepare", {"SOURCE": 1, "W_FORMAT": 0, "PAIRED": 0}, "prepare makes"),
         ("prepare", {"SOURCE": 0, "W_FORMAT": 1}, "define PAIRED"),
         ("experts", EXPERTS | {"TOP_K": 9}, "TOP_K 1 to 32"),
+        ("sample", SAMPLE | {"CLUSTER": 9}, "CLUSTER 1 to 8"),
+        ("sample", SAMPLE | {"MAX_LOGPROBS": 513}, "a thread sorts one"),
     ],
 )
 def test_a_wrong_macro_is_named(stem: str, macros: dict[str, int], message: str) -> None:

@@ -1,6 +1,7 @@
 """The whole decode step on the CPU, kernels, launches and buffers, against the NumPy model."""
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,7 +13,10 @@ from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.kv.storage import KVCache
 from npmoe.models import decode
 from npmoe.models.layers import CausalLM
+from npmoe.ops import sampler
 from npmoe.ops.linear import prepare_linear
+from npmoe.ops.sample import Chooser, report
+from npmoe.sampling import SamplingParams
 from tests.cuda.build import Kernel, kernel, launch
 from tests.cuda.steps import Shape, decode_on_cpu
 from tests.cuda.test_experts import interleaved
@@ -121,3 +125,40 @@ def test_a_step_is_that_of_the_model(
             assert (step.history[:, i] == tokens).all()
             tokens = expected.argmax(axis=1).astype(np.int32)
             assert (greedy(step.best) == tokens).all()
+
+
+def test_a_sampled_step_feeds_its_choice_back() -> None:
+    """Four steps of two rows, one drawn with penalties and one greedy: tokens are those of the host
+    by the same logits, counts grow on the device, and the next step reads the token."""
+    _, on_device = make_weights(parse_weights("bf16"))
+    cache, seqs, rng = make_cache("bf16", 2), 2, np.random.default_rng(8)
+    tables = np.arange(PAGES_EACH * seqs, dtype=np.int32).reshape(seqs, PAGES_EACH)
+    params = SamplingParams(temperature=1.0, top_p=0.9, frequency_penalty=2.0, logprobs=4)
+    texts = [rng.integers(0, SHAPE.vocab, 5).tolist() for _ in range(seqs)]
+    ends = frozenset[int]()
+    choosers = [
+        Chooser(params.resolve({}), texts[0], 3, 2**40 + 7, 1, ends),
+        Chooser(SamplingParams().resolve({}), texts[1], 3, 0, 0, ends),
+    ]
+    with (
+        decode_on_cpu(kernel, launch, True, multiprocessors=3),
+        patch.object(sampler, "CLUSTER", 2),
+    ):
+        greedy_step = decode.DecodeStep(SHAPE.spec(), on_device, cache.layers, tables)
+        step = greedy_step.with_sampler(sampler.Sampler(4, SHAPE.vocab))
+        assert step.sampler is not None
+        step.sampler.set_rows(choosers)
+        step.tokens[:], step.seq_lens[:] = [t[-1] for t in texts], 4
+        for i in range(4):
+            step.enqueue()
+            tokens = greedy(step.best)
+            assert step.history[:, i].tolist() == [t[-1] for t in texts]
+            assert tokens.tolist() == [c.choose(step.logits[s]) for s, c in enumerate(choosers)]
+            want = report(step.logits[0], int(tokens[0]), 4)
+            got = sampler.read_report(step.sampler.report[0], int(tokens[0]), 4)
+            assert got.logprob == pytest.approx(want.logprob, abs=1e-5)
+            assert list(got.top) == list(want.top)
+            for text, token in zip(texts, tokens, strict=True):
+                text.append(int(token))
+        counts = np.bincount(texts[0][3:], minlength=SHAPE.vocab)
+        assert (step.sampler.states[0] >> 2 == counts).all()

@@ -293,3 +293,23 @@ def test_claiming_takes_pages_from_the_latest(running: int) -> None:
     assert len(outsider.pages) == 4
     assert scheduler.running == queue[:1]
     assert list(scheduler.waiting) == queue[1:]
+
+
+def test_room_for_one_token_more() -> None:
+    """Two sequences of 3 and of 4 tokens decode on pages of 4: the next but one token of both needs
+    a second page, of which there is one."""
+    scheduler = make_scheduler(num_pages=4)
+    short, full = make_sequence([1, 2, 3]), make_sequence([1, 2, 3, 4])
+    for sequence in (short, full):
+        scheduler.add(sequence)
+    for work in scheduler.plan():
+        scheduler.complete(work)
+        work.sequence.token_ids.append(9)
+    assert [len(work.sequence.pages) for work in scheduler.plan()] == [1, 2]
+    assert not scheduler.grow_ahead([short, full, make_sequence([1] * 9)])
+    assert [len(short.pages), len(full.pages)] == [1, 2]
+    assert scheduler.grow_ahead([short, full])
+    assert [len(short.pages), len(full.pages)] == [2, 2]
+    assert scheduler.grow_ahead([short, full])
+    assert [len(short.pages), len(full.pages)] == [2, 2]
+    scheduler.allocator.check_integrity([short.pages, full.pages])

@@ -1,6 +1,7 @@
 """Penalties, filters and the counter-based draw."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,13 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npmoe.ops.sample import (
+    Chooser,
     candidates_ref,
     gumbel_ref,
     log_softmax,
     penalize,
     philox_ref,
+    report,
     sample_ref,
 )
+from npmoe.sampling import SamplingParams
 
 # Probabilities 0.1, 0.4, 0.05, 0.25, 0.2: best first they are tokens 1, 3, 4, 0, 2.
 FIVE = np.log(np.array([0.1, 0.4, 0.05, 0.25, 0.2], np.float32))
@@ -211,3 +215,50 @@ def test_log_softmax() -> None:
     assert log_softmax(FIVE).dtype == np.float32
     extreme = log_softmax(np.array([1000, 0, -np.inf], np.float32))
     assert extreme.tolist() == [0, -1000, -np.inf]
+
+
+def make_chooser(token_ids: list[int], num_prompt: int, **params: Any) -> Chooser:
+    resolved = SamplingParams(**params).resolve({})
+    return Chooser(resolved, token_ids, num_prompt, 5, 1, frozenset({2}))
+
+
+def test_scores_by_hand() -> None:
+    """Bias first, then penalties; then the end token is forbidden while there are too few."""
+    logits = np.array([2, -2, 3, 4, 0], np.float32)
+    params = {"logit_bias": {0: 2.0}, "repetition_penalty": 2.0, "presence_penalty": 0.5}
+    chooser = make_chooser([0, 1, 3], 2, min_tokens=2, **params)
+    assert chooser.scores(logits).tolist() == [2, -4, -np.inf, 1.5, 0]
+    late = make_chooser([0, 1, 3, 3], 2, min_tokens=2, **params)
+    assert late.scores(logits).tolist() == [2, -4, 3, 1.5, 0]
+    assert logits.tolist() == [2, -2, 3, 4, 0]
+
+
+def test_a_chooser_draws_at_its_position_and_stream() -> None:
+    chooser = make_chooser([0, 1, 3], 2, temperature=1.0)
+    assert chooser.choose(FIVE) == sample_ref(FIVE, 1.0, 0, 1.0, 0.0, 5, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("params", "plain"),
+    [
+        ({}, True),
+        ({"top_p": 0.5, "top_k": 3}, True),
+        ({"temperature": 0.1}, False),
+        ({"logit_bias": {1: 1.0}}, False),
+        ({"frequency_penalty": -1.0}, False),
+        ({"min_tokens": 1}, True),  # there is one already
+        ({"min_tokens": 2}, False),
+    ],
+    ids=str,
+)
+def test_whether_the_argmax_is_taken(params: dict[str, Any], plain: bool) -> None:
+    assert make_chooser([0, 1, 3], 2, **params).takes_argmax == plain
+
+
+def test_report() -> None:
+    sampled = report(FIVE, 0, 2)
+    assert sampled.token_id == 0
+    assert sampled.logprob == pytest.approx(math.log(0.1))
+    assert list(sampled.top) == [1, 3]
+    assert list(sampled.top.values()) == pytest.approx([math.log(0.4), math.log(0.25)])
+    assert report(FIVE, 0, 0).top == {}
