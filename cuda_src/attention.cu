@@ -12,7 +12,11 @@
 //   partial   float32 [seqs][KV_HEADS][splits / CLUSTER][3][RATIO D]   scratch: sums, maxima, weights
 //   arrived   u32 [seqs][KV_HEADS][CLUSTER], zero; left zero     scratch
 //   max_pages int32; eps, scale float32
-// Grid: (splits, KV_HEADS, seqs) blocks of 32 WARPS threads, splits a multiple of CLUSTER and at most
+// store_kv does the first part alone, q/k norm and rotary of the new key and K and V into their page;
+// attention with FUSED 0 then reads them there like all others. So several new tokens of one sequence
+// can be rows of one step, each with its own length.
+// Grid of store_kv: (2 KV_HEADS, seqs) blocks of D / 2 threads, keys first.
+// Grid of attention: (splits, KV_HEADS, seqs) blocks of 32 WARPS threads, splits a multiple of CLUSTER and at most
 // 32 CLUSTER. A split takes the next ceil(len / splits) tokens, rounded up to CHUNK, at least LEAST (or
 // twice that, where one cluster would not do); its
 // warps take turns at chunks of CHUNK tokens, each on its own: a ring of STAGES chunks in shared memory
@@ -24,7 +28,7 @@
 // CHUNK rows of K and of V, each 16 bytes longer than its codes, and their scales.
 // Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT,
 // KV_GROUP (32), CLUSTER (8 or 1), WARPS (2 to 8, a power of two), STAGES (2 or more), LEAST (a
-// multiple of 16).
+// multiple of 16), FUSED (1, or 0: the new tokens are in their pages).
 // Alignment: 16 bytes everywhere.
 // Numerics: tensor-core products of exact codes with activations and weights split in a 16-bit head
 // and rest, float32 sums, group scales applied in float32; chunks of a warp in order, then warps,
@@ -43,6 +47,10 @@
 #endif
 #if (WARPS != 2 && WARPS != 4 && WARPS != 8) || STAGES < 2 || LEAST < 16 || LEAST % 16 != 0
 #error "attention needs WARPS 2, 4 or 8, STAGES 2 or more and LEAST a multiple of 16"
+#endif
+
+#if !defined(FUSED) || (FUSED != 0 && FUSED != 1)
+#error "define FUSED as 0 or 1"
 #endif
 
 constexpr int D = HEAD_DIM, RATIO = HEADS / KV_HEADS, THREADS = 32 * WARPS, CHUNK = 16;
@@ -295,6 +303,42 @@ __device__ __forceinline__ void mix(float (&mixed)[D / 16][4], const u8* stage, 
   }
 }
 
+// One warp's share of storing a new token: half of its key or of its value, 64 elements.
+constexpr int HALVES = D / 64;
+__device__ __forceinline__ void store_new(const float* projected, const Pages& pages, int length,
+                                          bool key, int half, const HeadFactors& factors, bool normed,
+                                          float eps, NewToken& near) {
+  float v[D / 32];
+  load_head(v, projected + (HEADS + (key ? 0 : KV_HEADS) + pages.kv_head) * D);
+  size_t row = pages.row(__ldg(pages.table + (length - 1) / PAGE), length - 1);
+  if (key) turn_head(v, factors, normed, eps);
+  float a = v[0], b = v[1];
+  if (half) a = v[D / 32 - 2], b = v[D / 32 - 1];
+  if (key)
+    store_half<K_FORMAT>(pages.k_codes + row * K_ROW, pages.k_scales + row * GROUPS, near.k,
+                         near.k_scales, half, a, b);
+  else
+    store_half<V_FORMAT>(pages.v_codes + row * V_ROW, pages.v_scales + row * GROUPS, near.v,
+                         near.v_scales, half, a, b);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * HALVES)
+store_kv(const float* projected, const float* __restrict__ k_norm,
+         const float2* __restrict__ cos_sin, u8* k_codes, __half* k_scales, u8* v_codes,
+         __half* v_scales, const int* block_table, const int* seq_lens, int max_pages, float eps) {
+  __shared__ __align__(16) NewToken unused;
+  int seq = blockIdx.y, length = __ldcg(seq_lens + seq);
+  Pages pages = {k_codes, v_codes, k_scales, v_scales,
+                 block_table + static_cast<size_t>(seq) * max_pages,
+                 static_cast<int>(blockIdx.x) % KV_HEADS};
+  const HeadFactors factors(k_norm, cos_sin + static_cast<size_t>(length - 1) * (D / 2));
+  launch_next();  // attention reads nothing before its own wait
+  grid_wait();
+  store_new(projected + static_cast<size_t>(seq) * (HEADS + 2 * KV_HEADS) * D, pages, length,
+            blockIdx.x < KV_HEADS, threadIdx.x / 32, factors, k_norm, eps, unused);
+}
+CPU_KERNEL(store_kv)
+
 #if CLUSTER > 1
 #define CLUSTER_BOUNDS __cluster_dims__(CLUSTER, 1, 1)
 #else
@@ -325,10 +369,14 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   int active = (length + each - 1) / each;
   int clusters = (active + CLUSTER - 1) / CLUSTER, cluster = blockIdx.x / CLUSTER;
   int begin = min(static_cast<int>(blockIdx.x) * each, length), end = min(begin + each, length);
-  bool newest = begin < end && end == length;
+  bool newest = FUSED && begin < end && end == length;
   int older = newest ? end - 1 : end;  // what is in the pages already
   Pages pages = {k_codes, v_codes, k_scales, v_scales,
                  block_table + static_cast<size_t>(seq) * max_pages, kv};
+  if (!FUSED) {  // the pages are what the kernel before writes
+    launch_next();
+    grid_wait();
+  }
   u8* ring = shared + warp * STAGES * STAGE_BYTES;
   // This warp's chunks begin at `first`, `first` + STRIDE, ...
   constexpr int STRIDE = WARPS * CHUNK;
@@ -349,8 +397,10 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   const float2* turn = cos_sin + static_cast<size_t>(length - 1) * (D / 2);
   const HeadFactors q_factors(q_norm, turn), k_factors(k_norm, turn);
   STAMP(1);
-  launch_next();  // output reads nothing but weights before its own wait
-  grid_wait();
+  if (FUSED) {
+    launch_next();  // output reads nothing but weights before its own wait
+    grid_wait();
+  }
   STAMP(3);
   if (cluster >= clusters) {
     STAMP(7);
@@ -358,24 +408,9 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   }
 
   const float* mine = projected + static_cast<size_t>(seq) * (HEADS + 2 * KV_HEADS) * D;
-  constexpr int HALVES = D / 64;  // a warp stores 64 elements
 #pragma unroll 1
-  for (int task = warp; newest && task < 2 * HALVES; task += WARPS) {  // the new key and value
-    bool key = task < HALVES;
-    int half = task % HALVES;
-    float v[D / 32];
-    load_head(v, mine + (HEADS + (key ? 0 : KV_HEADS) + kv) * D);
-    size_t row = pages.row(__ldg(pages.table + (length - 1) / PAGE), length - 1);
-    if (key) turn_head(v, k_factors, k_norm, eps);
-    float a = v[0], b = v[1];
-    if (half) a = v[D / 32 - 2], b = v[D / 32 - 1];
-    if (key)
-      store_half<K_FORMAT>(k_codes + row * K_ROW, k_scales + row * GROUPS, new_token.k,
-                           new_token.k_scales, half, a, b);
-    else
-      store_half<V_FORMAT>(v_codes + row * V_ROW, v_scales + row * GROUPS, new_token.v,
-                           new_token.v_scales, half, a, b);
-  }
+  for (int task = warp; newest && task < 2 * HALVES; task += WARPS)
+    store_new(mine, pages, length, task < HALVES, task % HALVES, k_factors, k_norm, eps, new_token);
 #pragma unroll 1
   for (int h = WARPS - 1 - warp; h < 8; h += WARPS) {  // last the warps that store
     float v[D / 32] = {};

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from npmoe.bench.on_cpu import TOP_P
 from npmoe.bench.random_model import random_cache
 from npmoe.bench.timing import replay_ms
 from npmoe.config import KVCacheConfig
@@ -18,6 +19,8 @@ from npmoe.kv.storage import KVCache
 from npmoe.models.decode import DecodeStep
 from npmoe.models.gpu import GpuModel
 from npmoe.models.specs import ModelSpec
+from npmoe.ops.sample import Chooser
+from npmoe.ops.sampler import Sampler
 from npmoe.runtime.device import cupy
 from npmoe.runtime.graphs import Eager, Graph
 from npmoe.sampling import SamplingParams
@@ -63,8 +66,12 @@ def pages_for(spec: ModelSpec, context: int, page_size: int) -> int:
 
 def sampled_steps(setup: GpuSetup) -> dict[str, DecodeStep]:
     """Way of choosing the next token on the device -> a decode step that ends with it."""
-    args = setup.spec, setup.weights, setup.cache.layers, setup.block_table
-    return {"greedy": DecodeStep(*args)}
+    greedy = DecodeStep(setup.spec, setup.weights, setup.cache.layers, setup.block_table)
+    top_p = greedy.with_sampler(Sampler(setup.batch, setup.spec.vocab_size))
+    assert top_p.sampler is not None
+    rows = [Chooser(TOP_P, [0], 1, seed, 0, frozenset()) for seed in range(setup.batch)]
+    top_p.sampler.set_rows(rows)
+    return {"greedy": greedy, "top_p": top_p}
 
 
 def step_ms(step: DecodeStep, graph: Graph | Eager, context: int) -> float:
@@ -108,7 +115,7 @@ def _engine_ms(setup: GpuSetup) -> float:
     pages = _gap_pages(spec, size)
     cache = random_cache(spec, setup.cache.config, batch * pages + 1, size, "cuda")
     model = GpuModel(spec, setup.weights)
-    model.bind(cache.layers, pages)
+    model.bind(cache.layers, pages, batch)
     scheduler = Scheduler(PageAllocator(batch * pages, size), batch, batch * prompt)
     engine = Engine(Runner(model, cache, size), scheduler, None, frozenset(), pages * size)
     tokens = GAP_WARM_UP + GAP_STEPS

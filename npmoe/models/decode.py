@@ -91,10 +91,18 @@ class DecodeStep:
         self.splits = min(splits, 32 * CLUSTER)
         self.partial = xp.zeros(3 * seqs * a.num_heads * a.head_dim * self.splits, xp.float32)
         self.arrived = xp.zeros(heads * CLUSTER, xp.uint32)
+        self.fused = True
         self.sampler = Sampler(seqs, spec.vocab_size) if sampled else None
         if cos_sin is None:
             cos_sin = rotary_table(spec, block_table.shape[1] * cache[0][0].page_size)
         self.cos_sin = cos_sin
+
+    def for_prompts(self) -> "DecodeStep":
+        """The same step on the same buffers, whose rows may be tokens of one sequence, each with
+        the length that it ends: keys and values are stored before any row attends."""
+        step = copy(self)
+        step.fused = False
+        return step
 
     def with_sampler(self, sampler: Sampler) -> "DecodeStep":
         """The same step on the same buffers, with a sampler's choice at its end."""
@@ -203,7 +211,25 @@ class DecodeStep:
             "K_FORMAT": KV_CODES[k.format],
             "V_FORMAT": KV_CODES[v.format],
             **split.macros(),
+            "FUSED": int(self.fused),
         }
+        if not self.fused:
+            launch(
+                kernel("attention", "store_kv", **macros),
+                (2 * a.num_kv_heads, self.num_seqs),
+                a.head_dim // 2,
+                self.projected,
+                w["k_norm"],
+                self.cos_sin,
+                k.codes,
+                k.scales,
+                v.codes,
+                v.scales,
+                self.block_table,
+                self.seq_lens,
+                self.block_table.shape[1],
+                self.spec.eps,
+            )
         launch(
             kernel("attention", "attention", **macros),
             (self.splits, a.num_kv_heads, self.num_seqs),

@@ -1,7 +1,7 @@
 """A model on the GPU: weights laid out for the decode kernels, and steps replayed from CUDA graphs.
 
-Prompts run through the same kernels as decoding, a token of each sequence a step: exact, and slow
-for long prompts until there are kernels for many tokens at once.
+Prompts run through the same kernels as decoding, eight tokens a step, until there are kernels for
+many tokens at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,6 +26,7 @@ from npmoe.runtime.device import copy_to_pinned, cupy, pinned_zeros, to_host
 from npmoe.runtime.graphs import Eager, Graph
 
 BUCKETS = (1, 2, 4, 8)
+GREEDY, SAMPLED, PROMPT = "greedy", "sampled", "prompt"
 
 
 def check_gpu_support(
@@ -128,7 +129,7 @@ class GpuModel:
     def __init__(self, spec: ModelSpec, weights: dict[str, Any]) -> None:
         """weights: parameter name -> float32 vector, or what `prepare_for_gpu` gave."""
         self.spec, self.weights = spec, weights
-        self._steps: dict[tuple[int, bool], tuple[DecodeStep, Graph | Eager]] = {}
+        self._steps: dict[tuple[int, str], tuple[DecodeStep, Graph | Eager]] = {}
         self._cache: list[tuple[KVPages, KVPages]] | None = None
         self._sampler: Sampler | None = None
 
@@ -169,7 +170,8 @@ class GpuModel:
             for _ in range(2)
         ]
         for bucket in BUCKETS[: BUCKETS.index(_bucket(max_num_seqs)) + 1]:
-            self._step(bucket, sampled=False)
+            self._step(bucket, GREEDY)
+        self._step(BUCKETS[-1], PROMPT)
 
     def forward(self, batch: Batch, cache: list[tuple[KVPages, KVPages]]) -> np.ndarray:
         """Logits float32 `[R, vocab]` of batch.logits_rows; `cache` is the one that was bound."""
@@ -178,18 +180,18 @@ class GpuModel:
         place = {int(row): i for i, row in enumerate(batch.logits_rows)}
         logits = np.empty((len(place), self.spec.vocab_size), np.float32)
         cupy().cuda.Stream.null.synchronize()  # page copies were made there
-        for wave in range(int(np.diff(edges).max())):
-            pending = [s for s in range(len(edges) - 1) if edges[s] + wave < edges[s + 1]]
-            for first in range(0, len(pending), BUCKETS[-1]):
-                sequences = pending[first : first + BUCKETS[-1]]
-                rows = [int(edges[s]) + wave for s in sequences]
-                step, graph = self._step(_bucket(len(rows)), sampled=False)
-                self._load(step, batch, sequences, rows)
-                graph.replay()
+        owners = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
+        for first in range(0, len(owners), BUCKETS[-1]):
+            rows = list(range(first, min(first + BUCKETS[-1], len(owners))))
+            sequences = owners[rows].tolist()
+            step, graph = self._step(*self._kind(sequences))
+            self._load(step, batch, sequences, rows)
+            graph.replay()
+            wanted = [(i, place[row]) for i, row in enumerate(rows) if row in place]
+            if wanted:
                 self._stream.synchronize()
-                for i, row in enumerate(rows):
-                    if row in place:
-                        logits[place[row]] = to_host(step.logits[i])
+            for i, at in wanted:
+                logits[at] = to_host(step.logits[i])
         return logits
 
     def start(self, batch: Batch, choosers: Sequence[Chooser]) -> None:
@@ -197,7 +199,8 @@ class GpuModel:
         assert len(choosers) == len(batch.input_ids) <= self.max_sampled_seqs
         self._choosers, self._enqueued, self._taken = choosers, 0, 0
         sampled = any(map(needs_sampler, choosers))
-        self._decoding = self._step(_bucket(len(choosers)), sampled)
+        kind = SAMPLED if sampled else GREEDY
+        self._decoding = self._step(_bucket(len(choosers)), kind)
         cupy().cuda.Stream.null.synchronize()  # page copies were made there
         rows = list(range(len(choosers)))
         self._load(self._decoding[0], batch, rows, rows)
@@ -242,9 +245,7 @@ class GpuModel:
     def _load(self, step: DecodeStep, batch: Batch, sequences: list[int], rows: list[int]) -> None:
         """Puts one token each of at most 8 sequences where the step finds it."""
         tokens = np.zeros(step.num_seqs, np.int32)
-        lengths = np.zeros(
-            step.num_seqs, np.int32
-        )  # unused rows: the first token of the scratch page
+        lengths = np.zeros(step.num_seqs, np.int32)  # unused rows: first token of the scratch page
         tables = np.full((step.num_seqs, self._max_pages), self._scratch_page, np.int32)
         tokens[: len(rows)] = batch.input_ids[rows]
         lengths[: len(rows)] = batch.positions[rows]
@@ -257,26 +258,38 @@ class GpuModel:
             step.block_table[...] = xp.asarray(tables)
             step.best[...] = 0
 
-    def _step(self, num_seqs: int, sampled: bool) -> tuple[DecodeStep, Graph | Eager]:
-        """The step of a bucket and its graph. Those with and without sampling share buffers."""
-        if (num_seqs, sampled) not in self._steps:
-            step = self._sampled_step(num_seqs) if sampled else self._greedy_step(num_seqs)
+    @staticmethod
+    def _kind(sequences: list[int]) -> tuple[int, str]:
+        """Bucket and kind of a step whose rows are tokens of these sequences."""
+        if len(set(sequences)) < len(sequences):
+            return BUCKETS[-1], PROMPT
+        return _bucket(len(sequences)), GREEDY
+
+    def _step(self, num_seqs: int, kind: str) -> tuple[DecodeStep, Graph | Eager]:
+        """The step of a bucket and its graph. All kinds of a bucket share buffers."""
+        if (num_seqs, kind) not in self._steps:
+            step = self._new_step(num_seqs, kind)
             cupy().cuda.Stream.null.synchronize()  # buffers were zeroed there
             with self._stream:  # a graph's first run writes: to the scratch page
                 step.seq_lens[...] = 0
                 step.block_table[...] = self._scratch_page
-            self._steps[num_seqs, sampled] = step, self._make(step.enqueue, self._stream)
-        return self._steps[num_seqs, sampled]
+            self._steps[num_seqs, kind] = step, self._make(step.enqueue, self._stream)
+        return self._steps[num_seqs, kind]
+
+    def _new_step(self, num_seqs: int, kind: str) -> DecodeStep:
+        if kind == GREEDY:
+            return self._greedy_step(num_seqs)
+        plain = self._step(num_seqs, GREEDY)[0]
+        if kind == PROMPT:
+            return plain.for_prompts()
+        if self._sampler is None:
+            self._sampler = Sampler(BUCKETS[-1], self.spec.vocab_size)
+        return plain.with_sampler(self._sampler)
 
     def _greedy_step(self, num_seqs: int) -> DecodeStep:
         assert self._cache is not None
         table = self._tables[:num_seqs]
         return DecodeStep(self.spec, self.weights, self._cache, table, cos_sin=self._cos_sin)
-
-    def _sampled_step(self, num_seqs: int) -> DecodeStep:
-        if self._sampler is None:
-            self._sampler = Sampler(BUCKETS[-1], self.spec.vocab_size)
-        return self._step(num_seqs, sampled=False)[0].with_sampler(self._sampler)
 
 
 def _bucket(num_seqs: int) -> int:

@@ -101,7 +101,7 @@ def test_a_gpu(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
     assert record["ms_per_token"] == LAUNCHES
     assert record["host_gap_pct"] > 0
     assert record["tokens_checked"] == 3
-    assert "ms_per_token_top_p" not in record
+    assert record["ms_per_token_top_p"] == LAUNCHES + 1  # one to draw
     assert gpu.launched[-LAUNCHES:] == [named(op, "fp4") for op in OPS]
     assert set(gpu.ranges) == {()}
 
@@ -120,7 +120,7 @@ def test_a_converted_checkpoint_is_checked_in_its_formats(
     assert (
         {"gate_up_fp4", "lm_head_fp4"}
         <= set(gpu.launched)
-        <= {named(op, "fp4") for op in OPS} | {"roofline", "prepare_fp4"}
+        <= {named(op, "fp4") for op in OPS} | {"roofline", "prepare_fp4", "sample", "store_kv_fp4"}
     )
 
 
@@ -137,7 +137,8 @@ def test_nvtx_ranges(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
     inner = [f"layer {i}" for i in layers]
     names = [named(op, "fp4") for op in OPS]
     ops = [("step", at, name) for at, name in zip(inner, names[1:-1], strict=True)]
-    assert gpu.ranges[-LAUNCHES:] == [("step", names[0]), *ops, ("step", names[-1])]
+    drawing = [("step", names[0]), *ops, ("step", names[-1]), ("step", "sample")]
+    assert gpu.ranges[-LAUNCHES - 1 :] == drawing
     assert gpu.open_ranges == []
 
 

