@@ -24,6 +24,8 @@ from npmoe.ops.sample import Chooser, Sampled
 from npmoe.ops.sampler import REPORT_WORDS, Sampler, needs_sampler, read_report
 from npmoe.runtime.device import copy_to_pinned, cupy, pinned_zeros, to_host
 from npmoe.runtime.graphs import Eager, Graph
+from npmoe.runtime.launch import recorded
+from npmoe.runtime.nvrtc import collected, compile_all
 
 BUCKETS = (1, 2, 4, 8)
 GREEDY, SAMPLED, PROMPT = "greedy", "sampled", "prompt"
@@ -147,9 +149,9 @@ class GpuModel:
     ) -> None:
         """Fixes the cache that graphs will use; its last page is a scratch page, for unused rows.
 
-        max_pages: the most pages of a sequence. Compiles and captures the greedy steps of up to
-        max_num_seqs sequences; those that sample follow when they are first needed. NVRTC takes 5 s
-        for the first bucket, 1.5 s for each further one and 2 s for sample.cu, once a machine.
+        max_pages: the most pages of a sequence. Compiles all kernels, and captures the greedy steps
+        of up to max_num_seqs sequences and those of prompts; steps that sample are captured when
+        they are first needed. Compiling takes some seconds on few cores, once a machine.
         nvtx: steps run in NVTX ranges, without graphs.
         """
         self._make = Eager if nvtx else Graph
@@ -169,9 +171,11 @@ class GpuModel:
             )
             for _ in range(2)
         ]
-        for bucket in BUCKETS[: BUCKETS.index(_bucket(max_num_seqs)) + 1]:
-            self._step(bucket, GREEDY)
-        self._step(BUCKETS[-1], PROMPT)
+        buckets = BUCKETS[: BUCKETS.index(_bucket(max_num_seqs)) + 1]
+        planned = [(bucket, GREEDY) for bucket in buckets] + [(BUCKETS[-1], PROMPT)]
+        self._compile(planned)
+        for bucket, kind in planned:
+            self._step(bucket, kind)
 
     def forward(self, batch: Batch, cache: list[tuple[KVPages, KVPages]]) -> np.ndarray:
         """Logits float32 `[R, vocab]` of batch.logits_rows; `cache` is the one that was bound."""
@@ -258,6 +262,15 @@ class GpuModel:
             step.block_table[...] = xp.asarray(tables)
             step.best[...] = 0
 
+    def _compile(self, planned: list[tuple[int, str]]) -> None:
+        """Compiles the kernels of these steps, and of those that sample, in threads."""
+        with recorded(), collected() as wanted:
+            for bucket, kind in planned:
+                step = self._greedy_step(bucket)
+                (step.for_prompts() if kind == PROMPT else step).enqueue()
+            step.with_sampler(self._shared_sampler()).enqueue()
+        compile_all(wanted)
+
     @staticmethod
     def _kind(sequences: list[int]) -> tuple[int, str]:
         """Bucket and kind of a step whose rows are tokens of these sequences."""
@@ -282,9 +295,12 @@ class GpuModel:
         plain = self._step(num_seqs, GREEDY)[0]
         if kind == PROMPT:
             return plain.for_prompts()
+        return plain.with_sampler(self._shared_sampler())
+
+    def _shared_sampler(self) -> Sampler:
         if self._sampler is None:
             self._sampler = Sampler(BUCKETS[-1], self.spec.vocab_size)
-        return plain.with_sampler(self._sampler)
+        return self._sampler
 
     def _greedy_step(self, num_seqs: int) -> DecodeStep:
         assert self._cache is not None

@@ -4,12 +4,15 @@ The only file that names RawModule.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 from npmoe.errors import DeviceError
-from npmoe.runtime.device import compute_capability, cupy
+from npmoe.runtime.device import compute_capability, cpu_threads, cupy
 from npmoe.runtime.failures import named_error
 from npmoe.runtime.resources import folder
 
@@ -68,12 +71,40 @@ def symbol(name: str, macros: Mapping[str, int]) -> str:
     return "_".join((name, *formats))
 
 
+Wanted = tuple[str, str, tuple[tuple[str, int], ...]]
+"""Arguments of `kernel`: stem, name, macros."""
+
+_collector: ContextVar[set[Wanted] | None] = ContextVar("kernel_collector", default=None)
+
+
+@contextmanager
+def collected() -> Iterator[set[Wanted]]:
+    """Inside, in this thread, `kernel` compiles nothing, returns None, and notes what was asked."""
+    wanted: set[Wanted] = set()
+    token = _collector.set(wanted)
+    try:
+        yield wanted
+    finally:
+        _collector.reset(token)
+
+
+def compile_all(wanted: Iterable[Wanted]) -> None:
+    """Makes kernels ready, several at a time. Raises what `kernel` raises."""
+    with ThreadPoolExecutor(cpu_threads()) as pool:
+        list(pool.map(lambda arguments: _kernel(*arguments), wanted))
+
+
 def kernel(stem: str, name: str, **macros: int) -> Any:
     """The function `name` of cuda_src/<stem>.cu, specialised by `macros` and named by `symbol`.
 
     Raises DeviceError if the compiler is missing or refuses it, or the GPU is too old.
     """
-    return _kernel(stem, name, tuple(sorted(macros.items())))
+    wanted = stem, name, tuple(sorted(macros.items()))
+    collector = _collector.get()
+    if collector is None:
+        return _kernel(*wanted)
+    collector.add(wanted)
+    return None
 
 
 @cache

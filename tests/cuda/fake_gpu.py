@@ -2,6 +2,7 @@
 kernels of cuda_src/ built by g++. It has no clock: elapsed time counts launches."""
 
 import ctypes
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -112,6 +113,7 @@ class FakeGPU:
         self.ranges: list[tuple[str, ...]] = []
         self.open_ranges: list[str] = []
         self.functions: dict[int, Any] = {}
+        self.handles = itertools.count(1)  # kernels are compiled in several threads
 
     @property
     def count(self) -> int:
@@ -127,7 +129,7 @@ class FakeGPU:
 
         def get_function(symbol: str) -> Any:
             built = kernel(found[1], original.get(symbol, symbol), **macros)
-            handle = SimpleNamespace(ptr=len(self.functions) + 1)
+            handle = SimpleNamespace(ptr=next(self.handles))
             self.functions[handle.ptr] = symbol, built
             return SimpleNamespace(name=symbol, kernel=handle, max_dynamic_shared_size_bytes=0)
 

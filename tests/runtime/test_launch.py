@@ -7,7 +7,7 @@ import pytest
 
 from npmoe.runtime.graphs import Eager, Graph
 from npmoe.runtime.launch import launch, recorded
-from npmoe.runtime.nvrtc import kernel
+from npmoe.runtime.nvrtc import collected, compile_all, kernel
 from tests.cuda.build import missing
 from tests.cuda.fake_gpu import Array, FakeGPU, Stream, fake_gpu
 
@@ -45,6 +45,18 @@ def test_recorded_launches_run_when_they_are_made_again(gpu: FakeGPU) -> None:
         launch(kernel("roofline", "roofline"), (1,), 512, sink, data, len(data))
     assert len(launches) == 1
     assert gpu.launched == ["roofline"] * 2
+
+
+def test_kernels_asked_for_are_compiled_together(gpu: FakeGPU) -> None:
+    with recorded() as launches, collected() as wanted:
+        for _ in range(2):
+            launch(kernel("roofline", "roofline"), (1,), 512)
+        kernel("embed", "embed", K=64)
+    assert wanted == {("roofline", "roofline", ()), ("embed", "embed", (("K", 64),))}
+    assert len(launches) == 2
+    assert gpu.functions == {}
+    compile_all(wanted)
+    assert sorted(name for name, _ in gpu.functions.values()) == ["embed", "roofline"]
 
 
 @pytest.mark.parametrize(("kind", "ranges"), [(Graph, ()), (Eager, ("step", "roofline"))])
