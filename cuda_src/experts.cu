@@ -29,7 +29,7 @@
 #error "define RENORMALIZE as 0 or 1"
 #endif
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
 gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* router_logits,
         const float* x, const float* __restrict__ norm, float eps) {
   constexpr int EXPERT_TILES = 2 * WIDTH / TILE, SLICES = HIDDEN / SLICE / PARTS;
@@ -59,7 +59,7 @@ gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* route
 }
 CPU_KERNEL(gate_up)
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
 down(float* residual, const u8* __restrict__ w, const float* router_logits, const float* hidden) {
   constexpr int ROW_TILES = HIDDEN / TILE, SLICES = WIDTH / SLICE / PARTS;
   SHARED_MEMORY(shared);

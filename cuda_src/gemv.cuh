@@ -23,6 +23,9 @@
 #ifndef WARPS
 #define WARPS 16
 #endif
+#ifndef PAIRED
+#define PAIRED 0  // 1: two tiles share what is read of the activations; not across two batches
+#endif
 #if BATCH < 1 || STAGES < 1 || PARTS < 1 || WARPS < 1 || WARPS > 32 || (WARPS & (WARPS - 1))
 #error "BATCH, STAGES and PARTS are 1 or more, WARPS is a power of two up to 32"
 #endif
@@ -67,13 +70,21 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
     barrier_init_done();
   }
 #endif
+  constexpr int ABREAST = PAIRED ? 2 : 1;  // tiles side by side
+#if BULK
+  auto fetch = [&](int c) {  // chunk c in the order of use: of tiles side by side each in turn
+    int first = c / (ABREAST * CHUNKS) * ABREAST, rest = c - first * CHUNKS;
+    int width = min(ABREAST, tiles - first), place = RESIDENT ? c : c % STAGES;
+    bulk_copy(ring + place * CHUNK_BYTES, chunk(first + rest % width, rest / width), CHUNK_BYTES,
+              full + place);
+  };
+#endif
   constexpr int LEADER = PRODUCERS ? WARPS : 0;  // the warp that fetches
   auto begin = [&] {
     ready();
     __syncwarp();
 #if BULK
-    for (int c = lane; c < min(STAGES, tiles * CHUNKS); c += 32)
-      bulk_copy(ring + c * CHUNK_BYTES, chunk(c / CHUNKS, c % CHUNKS), CHUNK_BYTES, full + c);
+    for (int c = lane; c < min(STAGES, tiles * CHUNKS); c += 32) fetch(c);
 #endif
   };
   // [slice][2 tokens][t][group]: 16 bytes, two steps of a group, of column 2 token + (0 head, 1
@@ -116,10 +127,8 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
     if (lane == 0)
 #pragma unroll 1
       for (int c = STAGES; c < tiles * CHUNKS; c++) {
-        int place = c % STAGES;
-        barrier_wait(empty + place, (c / STAGES - 1) & 1);
-        bulk_copy(ring + place * CHUNK_BYTES, chunk(c / CHUNKS, c % CHUNKS), CHUNK_BYTES,
-                  full + place);
+        barrier_wait(empty + c % STAGES, (c / STAGES - 1) & 1);
+        fetch(c);
       }
     return;
   }
@@ -183,10 +192,10 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
         for (int g = 0; g < 4; g++) b[set][g] = home[slice * SLICE_STEP + set * 128 + (g ^ turn)];
   };
   if (HOLD && warp < ALL) take(warp);
-  auto product = [&](float4(&sums)[SETS], int j, int u) {  // slice u of the j-th tile
-    if (!HOLD) take(u);
+  auto product = [&](float4(&sums)[SETS], int j, int u, int which, int width) {
+    // Slice u of tile j + which, the which-th of `width` side by side.
 #if BULK
-    int c = j * CHUNKS + u / SLICES, stage = RESIDENT ? c : c % STAGES;
+    int c = j * CHUNKS + u / SLICES * width + which, stage = RESIDENT ? c : c % STAGES;
     barrier_wait(full + stage, RESIDENT ? 0 : c / STAGES & 1);
     multiply<SETS>(
         sums, ring + stage * CHUNK_BYTES + u % SLICES * RECORD_BYTES,
@@ -197,7 +206,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
     }
 #else
     multiply<SETS>(
-        sums, chunk(j, u / SLICES) + u % SLICES * RECORD_BYTES,
+        sums, chunk(j + which, u / SLICES) + u % SLICES * RECORD_BYTES,
         [](const u8* p) { return load_stream(p); }, b);
 #endif
   };
@@ -213,7 +222,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
     }
   };
   // Where a block has one batch and all of it is in shared memory, addresses are constants.
-  constexpr bool UNROLLED = RESIDENT && BATCH * EACH <= 8 && BATCH * CHUNKS >= STAGES;
+  constexpr bool UNROLLED = RESIDENT && !PAIRED && BATCH * EACH <= 8 && BATCH * CHUNKS >= STAGES;
   if (UNROLLED) {
 #pragma unroll
     for (int j = 0; j < (UNROLLED ? BATCH : 0); j++)
@@ -221,19 +230,30 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
         float4 sums[SETS] = {};
 #pragma unroll
         for (int e = 0; e < EACH; e++)
-          if (warp + e * WARPS < ALL) product(sums, j, warp + e * WARPS);
+          if (warp + e * WARPS < ALL) {
+            if (!HOLD) take(warp + e * WARPS);
+            product(sums, j, warp + e * WARPS, 0, 1);
+          }
         keep(sums, j);
       }
   }
 #pragma unroll 1
-  for (int j = UNROLLED ? max(tiles - 1, 0) : 0; j < tiles; j++) {
-    int batch = j % BATCH;
+  for (int next = UNROLLED ? max(tiles - 1, 0) : 0; next < tiles;) {
+    int width = min(ABREAST, tiles - next), j = next + width - 1, batch = j % BATCH;
     if (!UNROLLED) {
-      float4 sums[SETS] = {};
+      float4 sums[ABREAST][SETS] = {};
 #pragma unroll 1
-      for (int u = warp; u < ALL; u += WARPS) product(sums, j, u);
-      keep(sums, batch);
+      for (int u = warp; u < ALL; u += WARPS) {
+        if (!HOLD) take(u);
+#pragma unroll
+        for (int which = 0; which < ABREAST; which++)
+          if (which < width) product(sums[which], next, u, which, width);
+      }
+#pragma unroll
+      for (int which = 0; which < ABREAST; which++)
+        if (which < width) keep(sums[which], batch - width + 1 + which);
     }
+    next += width;
     if (batch == BATCH - 1 || j == tiles - 1) {
       STAMP(5);
       sync_threads(THREADS);

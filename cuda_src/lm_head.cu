@@ -17,7 +17,7 @@
 #error "lm_head needs K in multiples of 128 and TOKENS 1 to 8"
 #endif
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
 lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const float* x,
         const float* __restrict__ norm, int rows, int vocab, int tokens, float eps) {
   SHARED_MEMORY(shared);
@@ -36,10 +36,10 @@ lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const f
         float y = sum * rsqrtf(square / K + eps);
         logits[static_cast<size_t>(token) * vocab + row] = y;
         u64 key = static_cast<u64>(ordered(y)) << 32 | static_cast<u32>(~row);
-        if (token != mine_token && mine) atomicMax(best + mine_token, mine), mine = 0;
+        if (TOKENS > 1 && token != mine_token && mine) atomicMax(best + mine_token, mine), mine = 0;
         mine_token = token;
         mine = key > mine ? key : mine;
       });
-  if (mine) atomicMax(best + mine_token, mine);
+  if (mine) atomicMax(best + (TOKENS > 1 ? mine_token : 0), mine);
 }
 CPU_KERNEL(lm_head)

@@ -15,7 +15,7 @@
 #error "output needs K in multiples of 128 and TOKENS 1 to 8"
 #endif
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
 output(float* residual, const u8* __restrict__ w, const float* __restrict__ bias, const float* x,
        int rows, int tokens) {
   SHARED_MEMORY(shared);

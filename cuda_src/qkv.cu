@@ -16,7 +16,7 @@
 #error "qkv needs K in multiples of 128 and TOKENS 1 to 8"
 #endif
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
 qkv(float* __restrict__ projected, const u8* __restrict__ w, const float* __restrict__ bias,
     const float* x, const float* __restrict__ norm, int rows, int tokens, float eps) {
   SHARED_MEMORY(shared);

@@ -6,11 +6,12 @@ from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
 from npmoe.formats.quant_tensor import CODES_PER_BYTE
 
-CHUNK_BYTES = 40_000
+CHUNK_BYTES, PAIRED_CHUNK_BYTES = 40_000, 24_000
 RING_BYTES = 114_000
 MAX_BATCH = 16
 STATIC_BYTES = 256
-"""Largest chunk and ring; most tiles between two reductions; room for a kernel's own arrays."""
+"""Largest chunk, the same where tiles go in pairs, and ring; most tiles between two reductions; room
+for a kernel's own arrays."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Stream:
     """Macros and launch of one kernel.
 
     parts: chunks a row tile. stages: chunks in the ring. resident: the ring holds all chunks of a
-    block. batch: tiles between two reductions. bulk: copies into shared memory by hardware.
+    block. batch: tiles between two reductions. paired: tiles are multiplied two by two, so that
+    activations are read half as often. bulk: copies into shared memory by hardware.
     warps: of a block that multiply. shared: dynamic shared memory of a block in bytes.
     """
 
@@ -26,6 +28,7 @@ class Stream:
     stages: int
     resident: bool
     batch: int
+    paired: bool
     bulk: bool
     warps: int
     shared: int
@@ -48,12 +51,14 @@ class Stream:
         Raises UnsupportedModel where activations and ring do not fit it.
         """
         # 4 bits are bound by instructions and want many warps; more tokens need more registers.
-        choices = (16, 8, 4, 2, 1) if form in CODES_PER_BYTE and tokens <= 4 else (8, 4, 2, 1)
+        narrow = form in CODES_PER_BYTE and tokens <= 4
+        choices = (16, 8, 4, 2, 1) if narrow else (8, 4, 2, 1)
+        largest = PAIRED_CHUNK_BYTES if narrow else CHUNK_BYTES
         staged = slices * stacked * tokens * 2 * 16 * 16
         for parts in range(1, slices + 1):
             each = slices // parts
             chunk = each * RECORD_BYTES[form]
-            if slices % parts or (chunk > CHUNK_BYTES and each > 1):
+            if slices % parts or (chunk > largest and each > 1):
                 continue
             place, total = chunk + 16, tiles * stacked * parts  # two barriers with every chunk
             for warps in choices:
@@ -66,12 +71,15 @@ class Stream:
                     batch //= 2
                 if not bulk:
                     if room >= 0:
-                        return cls(parts, 2, False, batch, False, warps, shared)
+                        return cls(parts, 2, False, batch, False, False, warps, shared)
                     continue
                 stages = min(total, room // place, max(2, RING_BYTES // place))
                 if stages == total or (stages >= 2 and each >= warps):
                     shared += stages * place
-                    return cls(parts, stages, stages == total, batch, True, warps, shared)
+                    resident = stages == total
+                    paired = narrow and not resident and tiles > 1
+                    paired &= stages >= 4 and (batch % 2 == 0 or batch == tiles)
+                    return cls(parts, stages, resident, batch, paired, True, warps, shared)
         raise UnsupportedModel(
             f"{slices * stacked * COLUMNS} columns x {tokens} tokens do not fit the "
             f"{shared_bytes:,} bytes of this GPU's shared memory; use device='cpu'"
@@ -89,6 +97,7 @@ class Stream:
             "STAGES": self.stages,
             "RESIDENT": int(self.resident),
             "BATCH": self.batch,
+            "PAIRED": int(self.paired),
             "BULK": int(self.bulk),
             "WARPS": self.warps,
         }

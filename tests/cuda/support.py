@@ -137,7 +137,11 @@ def streaming(
     small cases; more where fewer would be wrong), 0 for a GPU without bulk copies.
     """
     chunk_bytes = 4 * RECORD_BYTES[fmt]
-    changed = {"CHUNK_BYTES": chunk_bytes, "RING_BYTES": ring * (chunk_bytes + 16)}
+    changed = {
+        "CHUNK_BYTES": chunk_bytes,
+        "PAIRED_CHUNK_BYTES": chunk_bytes,
+        "RING_BYTES": ring * (chunk_bytes + 16),
+    }
     with patch.multiple(stream, **changed):
         fitted = stream.Stream.fit(
             *(fmt, columns // COLUMNS, stacked, tokens, tiles), ring > 0, SHARED_BYTES

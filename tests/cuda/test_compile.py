@@ -81,7 +81,8 @@ SAMPLE = {"CLUSTER": 8, "IN_SHARED": 1, "MAX_LOGPROBS": 100}
 
 REGISTERS = 65536
 BLOCKS = 2
-"""Registers of a multiprocessor, and the blocks that share it."""
+"""Registers of a multiprocessor, and the blocks that share it, but for rings that fill its
+memory."""
 
 PREPARED = [tuple(W_CODES[f] for f in pair) for pair in KERNELS]
 STATIC_BYTES = {
@@ -115,7 +116,8 @@ def test_no_spills_and_few_registers(step: tuple[GPU, Shape, str, Format, int]) 
         kernel = launch.kernel
         usage = compiled(kernel, gpu)[kernel.name]
         assert usage.spilled == 0, f"{kernel} spills {usage.spilled} bytes"
-        budget = REGISTERS // BLOCKS // launch.threads
+        ringed = dict(kernel.macros).get("BULK") == 1 and not dict(kernel.macros)["RESIDENT"]
+        budget = REGISTERS // (1 if ringed else BLOCKS) // launch.threads
         assert usage.registers <= budget, f"{kernel}: {usage.registers} registers of {budget}"
 
 

@@ -44,6 +44,8 @@ class Case:
 
 CASES = (
     Case("fp4_ring", "fp4", 384, 128, 5, 2, True, 2, 3, 2),
+    Case("fp4_pairs", "fp4", 384, 256, 5, 2, True, 2, 3, 4),  # tiles two by two
+    Case("nvfp4_pairs", "nvfp4", 512, 128, 4, 3, False, 1, 5, 5),
     Case("bf16_plain", "bf16", 256, 256, 40, 3, False, 3, 5, 0),
     Case("bf16_ring_wide", "bf16", 128, 1152, 6, 4, True, 1, 5, 2),
     Case("fp4_plain_many", "fp4", 640, 128, 33, 6, True, 2, 50, 0),  # more blocks than tiles
@@ -54,7 +56,7 @@ CASES = (
     Case("mxfp4_ring", "mxfp4", 256, 256, 5, 2, True, 2, 6, 2),
     Case("nvfp4_plain", "nvfp4", 256, 128, 4, 2, True, 2, 5, 0),
 )
-SANITIZED = ("fp4_ring", "int4_asym_ring")
+SANITIZED = ("fp4_ring", "fp4_pairs", "int4_asym_ring")
 PARAMS = [
     pytest.param(c, id=c.name, marks=[pytest.mark.sanitize] if c.name in SANITIZED else [])
     for c in CASES

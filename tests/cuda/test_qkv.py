@@ -19,6 +19,8 @@ from tests.helpers import relative_error
 EPS = 1e-5
 SPECIALISATIONS = [  # format, K, TOKENS, row tiles a block at most, chunks in the ring
     pytest.param("fp4", 128, 1, 10, 2, marks=pytest.mark.sanitize),  # one slice: warps without work
+    ("fp4", 128, 1, 10, 5),  # tiles in pairs
+    ("mxfp4", 1024, 2, 10, 4),  # the same in two chunks
     ("fp4", 1152, 8, 4, 0),  # nine slices on eight warps
     ("bf16", 2176, 4, 20, 3),  # 17 slices on 16 warps
     ("bf16", 256, 5, 2, 0),
