@@ -10,8 +10,8 @@ CHUNK_BYTES, PAIRED_CHUNK_BYTES = 40_000, 24_000
 RING_BYTES = 114_000
 MAX_BATCH = 16
 STATIC_BYTES = 256
-"""Largest chunk, the same where tiles go in pairs, and ring; most tiles between two reductions; room
-for a kernel's own arrays."""
+"""Largest chunk, the same where tiles go in pairs, and ring; most tiles between two reductions;
+room for a kernel's own arrays."""
 
 
 @dataclass(frozen=True)
