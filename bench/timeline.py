@@ -77,6 +77,7 @@ def stamped_step(
     modules = stamped_modules()
     cache, table = setup.cache.layers, setup.block_table
     step = DecodeStep(subject.spec, weights, cache, table, tuning=Tuning(splits))
+    step = step.for_context(options.context)
     graph = Graph(step.enqueue)
 
     def prepare() -> None:

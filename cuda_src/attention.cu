@@ -27,7 +27,7 @@
 // Dynamic shared memory: WARPS STAGES STAGE_BYTES; STAGE_BYTES as npmoe/models/decode.py counts it:
 // CHUNK rows of K and of V, each 16 bytes longer than its codes, and their scales.
 // Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT,
-// KV_GROUP (32), CLUSTER (8 or 1), WARPS (2 to 8, a power of two), STAGES (2 or more), LEAST (a
+// KV_GROUP (32), CLUSTER (8 or 1), WARPS (2 to 16, a power of two), STAGES (2 or more), LEAST (a
 // multiple of 16), FUSED (1, or 0: the new tokens are in their pages).
 // Alignment: 16 bytes everywhere.
 // Numerics: tensor-core products of exact codes with activations and weights split in a 16-bit head
@@ -45,8 +45,8 @@
 #if KV_GROUP != 32 || PAGE < 1 || (CLUSTER != 1 && CLUSTER != 8)
 #error "attention needs KV_GROUP 32, PAGE 1 or more, and CLUSTER 1 or 8"
 #endif
-#if (WARPS != 2 && WARPS != 4 && WARPS != 8) || STAGES < 2 || LEAST < 16 || LEAST % 16 != 0
-#error "attention needs WARPS 2, 4 or 8, STAGES 2 or more and LEAST a multiple of 16"
+#if (WARPS != 2 && WARPS != 4 && WARPS != 8 && WARPS != 16) || STAGES < 2 || LEAST < 16 || LEAST % 16 != 0
+#error "attention needs WARPS 2, 4, 8 or 16, STAGES 2 or more and LEAST a multiple of 16"
 #endif
 
 #if !defined(FUSED) || (FUSED != 0 && FUSED != 1)

@@ -50,6 +50,7 @@ def kernel_times(
         *(spec, weights, options.kv_cache, batch, options.page_size, options.context)
     )
     step = DecodeStep(spec, weights, setup.cache.layers, setup.block_table)
+    step = step.for_context(options.context)
     whole = Graph(step.enqueue)  # routing and lengths as in a step
     with whole.stream:
         step.seq_lens[...] = options.context - 1

@@ -115,7 +115,7 @@ def _on_gpu(
         *(options.batch, options.page_size, options.context),
     )
     times = {}
-    for way, step in on_gpu.sampled_steps(setup).items():
+    for way, step in on_gpu.sampled_steps(setup, options.context).items():
         replayed = (Eager if options.nvtx else Graph)(step.enqueue)
         times[way] = on_gpu.step_ms(step, replayed, options.context)
         if way == "greedy" and isinstance(replayed, Graph):

@@ -64,9 +64,11 @@ def pages_for(spec: ModelSpec, context: int, page_size: int) -> int:
     return max(-(-context // page_size), _gap_pages(spec, page_size))
 
 
-def sampled_steps(setup: GpuSetup) -> dict[str, DecodeStep]:
-    """Way of choosing the next token on the device -> a decode step that ends with it."""
-    greedy = DecodeStep(setup.spec, setup.weights, setup.cache.layers, setup.block_table)
+def sampled_steps(setup: GpuSetup, context: int) -> dict[str, DecodeStep]:
+    """Way of choosing the next token on the device -> a decode step that ends with it, as it is
+    for sequences of `context` tokens."""
+    args = setup.spec, setup.weights, setup.cache.layers, setup.block_table
+    greedy = DecodeStep(*args).for_context(context)
     top_p = greedy.with_sampler(Sampler(setup.batch, setup.spec.vocab_size))
     assert top_p.sampler is not None
     rows = [Chooser(TOP_P, [0], 1, seed, 0, frozenset()) for seed in range(setup.batch)]
@@ -96,6 +98,9 @@ def host_gap_pct(setup: GpuSetup, step: DecodeStep, graph: Graph) -> float:
     step is shortest and a gap weighs most.
     """
     wall = _engine_ms(setup)
+    if step.long:
+        step = step.for_context(1)
+        graph = Graph(step.enqueue)
     middle = _gap_prompt(setup.spec) + GAP_WARM_UP + GAP_STEPS // 2
     return 100 * (wall / step_ms(step, graph, middle) - 1)
 

@@ -91,7 +91,7 @@ class DecodeStep:
         self.splits = min(splits, 32 * CLUSTER)
         self.partial = xp.zeros(3 * seqs * a.num_heads * a.head_dim * self.splits, xp.float32)
         self.arrived = xp.zeros(heads * CLUSTER, xp.uint32)
-        self.fused = True
+        self.fused, self.long = True, False
         self.sampler = Sampler(seqs, spec.vocab_size) if sampled else None
         if cos_sin is None:
             cos_sin = rotary_table(spec, block_table.shape[1] * cache[0][0].page_size)
@@ -102,6 +102,13 @@ class DecodeStep:
         the length that it ends: keys and values are stored before any row attends."""
         step = copy(self)
         step.fused = False
+        return step
+
+    def for_context(self, length: int) -> "DecodeStep":
+        """The same step on the same buffers, for sequences of up to about `length` tokens: from
+        LONG_CONTEXT on attention takes all warps it can."""
+        step = copy(self)
+        step.long = length >= LONG_CONTEXT
         return step
 
     def with_sampler(self, sampler: Sampler) -> "DecodeStep":
@@ -201,7 +208,8 @@ class DecodeStep:
     def _attention(self, i: int, w: dict[str, Any]) -> None:
         a = self.spec.layers[i].attention
         k, v = self.cache[i]
-        split = AttentionSplit.fit(a.head_dim, k.format, v.format, self.shared_bytes)
+        formats = k.format, v.format
+        split = AttentionSplit.fit(a.head_dim, *formats, self.shared_bytes, self.long)
         macros = {
             "HEADS": a.num_heads,
             "KV_HEADS": a.num_kv_heads,
@@ -306,6 +314,7 @@ class DecodeStep:
 
 
 CLUSTER = 8
+LONG_CONTEXT = 8192
 MAX_TOP_K = 32
 _LAYER_WEIGHTS = (
     *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),

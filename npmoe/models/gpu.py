@@ -16,7 +16,13 @@ from npmoe.dtypes import Array, array_namespace
 from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, RECORDS, to_fragments, with_row_scales
 from npmoe.formats.quant_tensor import QuantTensor
-from npmoe.models.decode import KV_CODES, DecodeStep, check_decode_spec, rotary_table
+from npmoe.models.decode import (
+    KV_CODES,
+    LONG_CONTEXT,
+    DecodeStep,
+    check_decode_spec,
+    rotary_table,
+)
 from npmoe.models.parameters import ROUTER, TABLE, Parameter
 from npmoe.models.specs import ModelSpec
 from npmoe.ops.quantize import KVPages
@@ -28,7 +34,20 @@ from npmoe.runtime.launch import recorded
 from npmoe.runtime.nvrtc import collected, compile_all
 
 BUCKETS = (1, 2, 4, 8)
-GREEDY, SAMPLED, PROMPT = "greedy", "sampled", "prompt"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a captured step does: one token each of up to `bucket` sequences.
+
+    sampled: a sampler chooses. prompt: rows may be tokens of one sequence. long: a sequence has
+    LONG_CONTEXT tokens or more.
+    """
+
+    bucket: int
+    sampled: bool = False
+    prompt: bool = False
+    long: bool = False
 
 
 def check_gpu_support(
@@ -131,7 +150,8 @@ class GpuModel:
     def __init__(self, spec: ModelSpec, weights: dict[str, Any]) -> None:
         """weights: parameter name -> float32 vector, or what `prepare_for_gpu` gave."""
         self.spec, self.weights = spec, weights
-        self._steps: dict[tuple[int, str], tuple[DecodeStep, Graph | Eager]] = {}
+        self._steps: dict[Kind, tuple[DecodeStep, Graph | Eager]] = {}
+        self._buffers: dict[int, DecodeStep] = {}
         self._cache: list[tuple[KVPages, KVPages]] | None = None
         self._sampler: Sampler | None = None
 
@@ -159,6 +179,8 @@ class GpuModel:
         self._cache, self._max_pages = cache, max_pages
         self._scratch_page = cache[0][0].codes.shape[0] - 1
         self._steps.clear()
+        self._buffers.clear()
+        self._can_be_long = max_pages * cache[0][0].page_size >= LONG_CONTEXT
         self._stream = xp.cuda.Stream(non_blocking=True)
         self._tables = xp.full((BUCKETS[-1], max_pages), self._scratch_page, np.int32)
         self._tables[0, 0] = self._scratch_page  # compiles what `enqueue` needs
@@ -172,10 +194,10 @@ class GpuModel:
             for _ in range(2)
         ]
         buckets = BUCKETS[: BUCKETS.index(_bucket(max_num_seqs)) + 1]
-        planned = [(bucket, GREEDY) for bucket in buckets] + [(BUCKETS[-1], PROMPT)]
+        planned = [*map(Kind, buckets), Kind(BUCKETS[-1], prompt=True)]
         self._compile(planned)
-        for bucket, kind in planned:
-            self._step(bucket, kind)
+        for kind in planned:
+            self._step(kind)
 
     def forward(self, batch: Batch, cache: list[tuple[KVPages, KVPages]]) -> np.ndarray:
         """Logits float32 `[R, vocab]` of batch.logits_rows; `cache` is the one that was bound."""
@@ -188,7 +210,7 @@ class GpuModel:
         for first in range(0, len(owners), BUCKETS[-1]):
             rows = list(range(first, min(first + BUCKETS[-1], len(owners))))
             sequences = owners[rows].tolist()
-            step, graph = self._step(*self._kind(sequences))
+            step, graph = self._step(self._kind(sequences, batch.positions[rows]))
             self._load(step, batch, sequences, rows)
             graph.replay()
             wanted = [(i, place[row]) for i, row in enumerate(rows) if row in place]
@@ -203,11 +225,15 @@ class GpuModel:
         assert len(choosers) == len(batch.input_ids) <= self.max_sampled_seqs
         self._choosers, self._enqueued, self._taken = choosers, 0, 0
         sampled = any(map(needs_sampler, choosers))
-        kind = SAMPLED if sampled else GREEDY
-        self._decoding = self._step(_bucket(len(choosers)), kind)
+        self._longest = int(batch.positions.max()) + 1
+        kinds = [
+            Kind(_bucket(len(choosers)), sampled, long=long)
+            for long in ((False, True) if self._can_be_long else (False,))
+        ]
+        self._decoding = [self._step(kind) for kind in kinds]  # a first run writes: before _load
         cupy().cuda.Stream.null.synchronize()  # page copies were made there
         rows = list(range(len(choosers)))
-        self._load(self._decoding[0], batch, rows, rows)
+        self._load(self._decoding[0][0], batch, rows, rows)
         if self._sampler is not None and sampled:
             with self._stream:
                 self._sampler.set_rows(choosers)
@@ -215,7 +241,8 @@ class GpuModel:
     def enqueue(self, new_pages: Iterable[tuple[int, int, int]]) -> None:
         """Begins a step, and does not wait. new_pages: (sequence, index, page) for its tables."""
         assert self._enqueued - self._taken < len(self._results)
-        step, graph = self._decoding
+        long = self._longest + self._enqueued >= LONG_CONTEXT
+        step, graph = self._decoding[int(long)]
         results = self._results[self._enqueued % len(self._results)]
         with self._stream:
             for row, index, page in new_pages:
@@ -262,50 +289,51 @@ class GpuModel:
             step.block_table[...] = xp.asarray(tables)
             step.best[...] = 0
 
-    def _compile(self, planned: list[tuple[int, str]]) -> None:
-        """Compiles the kernels of these steps, and of those that sample, in threads."""
+    def _compile(self, planned: list[Kind]) -> None:
+        """Compiles the kernels of these steps and of their variants, in threads."""
         with recorded(), collected() as wanted:
-            for bucket, kind in planned:
-                step = self._greedy_step(bucket)
-                (step.for_prompts() if kind == PROMPT else step).enqueue()
-            step.with_sampler(self._shared_sampler()).enqueue()
+            for kind in planned:
+                self._new_step(kind).enqueue()
+                if self._can_be_long:
+                    self._new_step(replace(kind, long=True)).enqueue()
+            self._new_step(replace(planned[0], sampled=True)).enqueue()
         compile_all(wanted)
 
     @staticmethod
-    def _kind(sequences: list[int]) -> tuple[int, str]:
-        """Bucket and kind of a step whose rows are tokens of these sequences."""
+    def _kind(sequences: list[int], positions: Array) -> Kind:
+        """Of a step whose rows are tokens of these sequences, at these positions."""
+        long = int(positions.max()) + 1 >= LONG_CONTEXT
         if len(set(sequences)) < len(sequences):
-            return BUCKETS[-1], PROMPT
-        return _bucket(len(sequences)), GREEDY
+            return Kind(BUCKETS[-1], prompt=True, long=long)
+        return Kind(_bucket(len(sequences)), long=long)
 
-    def _step(self, num_seqs: int, kind: str) -> tuple[DecodeStep, Graph | Eager]:
-        """The step of a bucket and its graph. All kinds of a bucket share buffers."""
-        if (num_seqs, kind) not in self._steps:
-            step = self._new_step(num_seqs, kind)
+    def _step(self, kind: Kind) -> tuple[DecodeStep, Graph | Eager]:
+        """The step and its graph. All kinds of a bucket share buffers."""
+        if kind not in self._steps:
+            step = self._new_step(kind)
             cupy().cuda.Stream.null.synchronize()  # buffers were zeroed there
             with self._stream:  # a graph's first run writes: to the scratch page
                 step.seq_lens[...] = 0
                 step.block_table[...] = self._scratch_page
-            self._steps[num_seqs, kind] = step, self._make(step.enqueue, self._stream)
-        return self._steps[num_seqs, kind]
+            self._steps[kind] = step, self._make(step.enqueue, self._stream)
+        return self._steps[kind]
 
-    def _new_step(self, num_seqs: int, kind: str) -> DecodeStep:
-        if kind == GREEDY:
-            return self._greedy_step(num_seqs)
-        plain = self._step(num_seqs, GREEDY)[0]
-        if kind == PROMPT:
-            return plain.for_prompts()
-        return plain.with_sampler(self._shared_sampler())
+    def _new_step(self, kind: Kind) -> DecodeStep:
+        step = self._buffers_of(kind.bucket).for_context(LONG_CONTEXT if kind.long else 1)
+        if kind.prompt:
+            step = step.for_prompts()
+        if kind.sampled:
+            if self._sampler is None:
+                self._sampler = Sampler(BUCKETS[-1], self.spec.vocab_size)
+            step = step.with_sampler(self._sampler)
+        return step
 
-    def _shared_sampler(self) -> Sampler:
-        if self._sampler is None:
-            self._sampler = Sampler(BUCKETS[-1], self.spec.vocab_size)
-        return self._sampler
-
-    def _greedy_step(self, num_seqs: int) -> DecodeStep:
-        assert self._cache is not None
-        table = self._tables[:num_seqs]
-        return DecodeStep(self.spec, self.weights, self._cache, table, cos_sin=self._cos_sin)
+    def _buffers_of(self, bucket: int) -> DecodeStep:
+        if bucket not in self._buffers:
+            assert self._cache is not None
+            args = self.spec, self.weights, self._cache, self._tables[:bucket]
+            self._buffers[bucket] = DecodeStep(*args, cos_sin=self._cos_sin)
+        return self._buffers[bucket]
 
 
 def _bucket(num_seqs: int) -> int:

@@ -123,17 +123,25 @@ class AttentionSplit:
     least: int
 
     @classmethod
-    def fit(cls, head_dim: int, key: str, value: str, shared_bytes: int) -> "AttentionSplit":
-        """For heads of this size and formats, on a GPU whose blocks can have `shared_bytes`."""
+    def fit(
+        cls, head_dim: int, key: str, value: str, shared_bytes: int, long: bool = False
+    ) -> "AttentionSplit":
+        """For heads of this size and formats, on a GPU whose blocks can have `shared_bytes`.
+
+        long: for contexts in which attention takes so long that as many warps as possible count for
+        more than room for the kernels before and after it.
+        """
         stage = 0
         for name in (key, value):
             stage += CHUNK_TOKENS * (
                 head_dim // 2 + head_dim // 16 if name == "fp4" else 2 * head_dim
             )
             stage += CHUNK_TOKENS * 16  # rows on different banks
-        room = min(ATTENTION_BYTES, shared_bytes - ATTENTION_STATIC_BYTES)
+        room = shared_bytes - ATTENTION_STATIC_BYTES
+        room = room if long else min(ATTENTION_BYTES, room)
+        choices = (16, 8, 4, 2) if long else (8, 4, 2)
         warps, stages = next(
-            (w, s) for w in (8, 4, 2) for s in (3, 2) if w * s * stage <= room or (w, s) == (2, 2)
+            (w, s) for w in choices for s in (3, 2) if w * s * stage <= room or (w, s) == (2, 2)
         )
         return cls(warps, stages, warps * stages * stage, warps * CHUNK_TOKENS)
 

@@ -99,11 +99,13 @@ def make_step(h: Heads, splits: int, lengths: tuple[int, ...], plain: bool) -> S
     )
 
 
-def run_attention(h: Heads, step: Step, fused: bool = True) -> tuple[np.ndarray, KVPages, KVPages]:
+def run_attention(
+    h: Heads, step: Step, fused: bool = True, long: bool = False
+) -> tuple[np.ndarray, KVPages, KVPages]:
     """out `[S, heads, D]`, and the pages afterwards. fused: attention itself stores the new tokens,
-    else store_kv before it."""
+    else store_kv before it. long: as for long contexts."""
     seqs = len(step.lengths)
-    split = AttentionSplit.fit(h.dim, h.k_format, h.v_format, 100_000)
+    split = AttentionSplit.fit(h.dim, h.k_format, h.v_format, 227 << 10, long)
     macros = dict(
         **{"HEADS": h.heads, "KV_HEADS": h.kv_heads, "HEAD_DIM": h.dim, "PAGE": h.page},
         **{"K_FORMAT": KV_CODES[h.k_format], "V_FORMAT": KV_CODES[h.v_format]},
@@ -187,6 +189,14 @@ def test_attention(h: Heads, splits: int, lengths: tuple[int, ...]) -> None:
         *(q, k_pages, v_pages, step.table, seqs, step.lengths, h.dim**-0.5)
     )
     assert relative_error(out, expected) < 3e-5
+
+
+@by_heads
+def test_more_warps_attend_alike(h: Heads) -> None:
+    step = make_step(h, 2, (5, 700), plain=False)
+    few, many = run_attention(h, step), run_attention(h, step, long=True)
+    assert relative_error(many[0], few[0]) < 3e-6
+    assert all(same_pages(a, b) for a, b in zip(few[1:], many[1:], strict=True))
 
 
 @by_heads

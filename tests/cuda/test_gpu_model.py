@@ -15,7 +15,7 @@ from npmoe.engine.output import Completion
 from npmoe.engine.runner import Runner
 from npmoe.engine.scheduler import Scheduler
 from npmoe.kv.pages import PageAllocator
-from npmoe.models import gpu
+from npmoe.models import decode, gpu
 from npmoe.models.gpu import GpuModel
 from npmoe.models.layers import CausalLM
 from npmoe.ops import sampler
@@ -24,6 +24,7 @@ from tests.cuda.build import kernel, launch
 from tests.cuda.steps import NumPyAsCuPy, decode_on_cpu
 from tests.cuda.test_decode_step import PAGE, PAGES_EACH, SHAPE, make_cache, make_weights
 
+LONG_CONTEXT = 6  # tokens from which a context counts as long: some become so on the way
 PROMPTS = [[3, 1], [15, 9, 2], [6]]
 
 
@@ -76,12 +77,18 @@ def gpu_on_cpu() -> Iterator[None]:
     """A GPU of three multiprocessors, whose graphs are of two sequences."""
     xp = NumPyAsCuPy(3, 227 << 10)
     xp.cuda = SimpleNamespace(Device=xp.cuda.Device, Stream=Stream, Event=Event)
-    replaced: dict[str, Any] = {"cupy": lambda: xp, "Graph": Graph, "BUCKETS": (2,)}
+    replaced: dict[str, Any] = {
+        "cupy": lambda: xp,
+        "Graph": Graph,
+        "BUCKETS": (2,),
+        "LONG_CONTEXT": LONG_CONTEXT,
+    }
     replaced["pinned_zeros"] = lambda *shape, dtype: np.zeros(shape, dtype)
     replaced["copy_to_pinned"] = copy_to_pinned
     with (
         decode_on_cpu(kernel, launch, True, multiprocessors=3),
         patch.object(sampler, "CLUSTER", 2),
+        patch.object(decode, "LONG_CONTEXT", LONG_CONTEXT),
         patch.object(GpuModel, "max_sampled_seqs", 2),
         patch.multiple(gpu, **replaced),
     ):
@@ -109,7 +116,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize(
-    ("each", "graphs"), [([GREEDY] * 3, 2), (MIXED, 3)], ids=["greedy", "mixed"]
+    ("each", "graphs"), [([GREEDY] * 3, 3), (MIXED, 5)], ids=["greedy", "mixed"]
 )
 def test_tokens_are_those_of_the_numpy_model(each: list[SamplingParams], graphs: int) -> None:
     """Three sequences are two groups, one of them with an unused row, until two are left."""
