@@ -591,4 +591,4 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   }
   STAMP(7);
 }
-CPU_KERNEL(attention)
+CPU_CLUSTER_KERNEL(attention)

@@ -521,10 +521,13 @@ const char* launch(void (*kernel)(A...), int blocks_a_cluster, const unsigned* s
 
 }  // namespace cpu
 
-#define CPU_KERNEL(name)                                                                        \
+// cpu_NAME, which runs a kernel in blocks of their own, or in clusters of CLUSTER.
+#define CPU_KERNEL(name) CPU_KERNEL_OF(name, 1)
+#define CPU_CLUSTER_KERNEL(name) CPU_KERNEL_OF(name, CLUSTER)
+#define CPU_KERNEL_OF(name, blocks_a_cluster)                                                   \
   extern "C" const char* cpu_##name(const unsigned* sizes, size_t shared, void** arguments,     \
                                     const char* kinds, unsigned seed) {                         \
-    return cpu::launch(name, CLUSTER, sizes, shared, arguments, kinds, seed);                   \
+    return cpu::launch(name, blocks_a_cluster, sizes, shared, arguments, kinds, seed);          \
   }
 
 #define threadIdx (cpu::current->thread)

@@ -194,9 +194,10 @@ def test_attention(h: Heads, cluster: int, splits: int, lengths: tuple[int, ...]
     assert relative_error(out, expected) < 3e-5
 
 
+@pytest.mark.parametrize(("cluster", "splits"), [(1, 4), (8, 16)])
 @by_heads
-def test_storing_first_changes_no_bit(h: Heads) -> None:
-    step = make_step(h, 4, (1, 17, 300), plain=False)
+def test_storing_first_changes_no_bit(h: Heads, cluster: int, splits: int) -> None:
+    step = make_step(h, splits, (1, 17, 300), plain=False, cluster=cluster)
     together, apart = run_attention(h, step), run_attention(h, step, fused=False)
     assert same_bits(together[0], apart[0])
     assert all(same_pages(a, b) for a, b in zip(together[1:], apart[1:], strict=True))
