@@ -339,7 +339,7 @@ store_kv(const float* projected, const float* __restrict__ k_norm,
 }
 CPU_KERNEL(store_kv)
 
-#if CLUSTER > 1
+#if CLUSTER > 1 && !defined(CUDA_CPU)
 #define CLUSTER_BOUNDS __cluster_dims__(CLUSTER, 1, 1)
 #else
 #define CLUSTER_BOUNDS
@@ -591,4 +591,4 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   }
   STAMP(7);
 }
-CPU_KERNEL(attention)
+CPU_CLUSTER_KERNEL(attention)

@@ -2,8 +2,9 @@
 #pragma once
 #include "ptx.cuh"
 
-#ifndef CPU_KERNEL
+#ifndef CPU_KERNEL  // functions for tests, see tests/cuda/cuda_cpu.h
 #define CPU_KERNEL(name)
+#define CPU_CLUSTER_KERNEL(name)
 #endif
 
 constexpr u32 ALL_LANES = 0xffffffffu;

@@ -5,7 +5,7 @@
 //   best     u64 [seqs]               in and out: see lm_head.cu; 0 afterwards. 0 = take tokens[s]
 //   tokens   int32 [seqs]             in and out: the token that is embedded
 //   history  int32 [seqs][capacity]   out: history[s][steps[s] % capacity] = token
-//   steps    int32 [seqs]             in and out
+//   steps    u32 [seqs]               in and out
 //   seq_lens int32 [seqs]             in and out: the embedded token is counted
 //   table    bf16 [vocab][K]          in
 //   capacity int32
@@ -20,7 +20,7 @@
 #endif
 
 extern "C" __global__ void __launch_bounds__(256)
-embed(float* __restrict__ x, u64* best, int* tokens, int* history, int* steps, int* seq_lens,
+embed(float* __restrict__ x, u64* best, int* tokens, int* history, u32* steps, int* seq_lens,
       const __nv_bfloat16* __restrict__ table, int capacity) {
   int seq = blockIdx.x;
   grid_wait();
@@ -29,7 +29,7 @@ embed(float* __restrict__ x, u64* best, int* tokens, int* history, int* steps, i
   int token = key ? static_cast<int>(~static_cast<u32>(key)) : __ldcg(tokens + seq);
   __syncthreads();
   if (threadIdx.x == 0) {
-    int step = steps[seq];
+    u32 step = steps[seq];
     history[static_cast<size_t>(seq) * capacity + step % capacity] = token;
     tokens[seq] = token, steps[seq] = step + 1, seq_lens[seq] += 1, best[seq] = 0;
   }

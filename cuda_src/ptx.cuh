@@ -213,15 +213,12 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes,
 }
 #endif
 #else
-#ifndef CPU_CLUSTERS  // the test does not run the blocks of a cluster together
-#undef CLUSTER
-#endif
 #ifndef CLUSTER
 #define CLUSTER 1
 #endif
 inline int cluster_rank() { return cpu::cluster_rank(); }
-inline void cluster_arrive() { cpu::cluster_barrier(); }
-inline void cluster_wait() {}
+inline void cluster_arrive() { cpu::cluster_arrive(); }
+inline void cluster_wait() { cpu::cluster_wait(); }
 inline void cluster_sync() { cpu::cluster_barrier(); }
 inline float peer_float(const float* own, int rank) { return cpu::peer(own, rank); }
 inline u32 peer_u32(const u32* own, int rank) { return cpu::peer(own, rank); }

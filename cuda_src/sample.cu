@@ -324,4 +324,4 @@ sample(u64* best, int* report, u32* states, float* scratch, const float* logits,
                  count, token, min(p.alternatives, vocab));
   cluster_sync();  // nobody leaves while others read its memory
 }
-CPU_KERNEL(sample)
+CPU_CLUSTER_KERNEL(sample)

@@ -81,7 +81,7 @@ class DecodeStep:
         self.hidden = xp.zeros((seqs, top_k, width), xp.float32)
         self.logits = xp.zeros((seqs, spec.vocab_size), xp.float32)
         self.best = xp.zeros(seqs, xp.uint64)
-        self.tokens, self.steps = xp.zeros(seqs, xp.int32), xp.zeros(seqs, xp.int32)
+        self.tokens, self.steps = xp.zeros(seqs, xp.int32), xp.zeros(seqs, xp.uint32)
         self.seq_lens = xp.zeros(seqs, xp.int32)
         self.history = xp.zeros((seqs, history), xp.int32)
         heads = seqs * a.num_kv_heads

@@ -24,8 +24,6 @@ from npmoe.runtime.resources import folder
 
 SANITIZE = os.environ.get("NPMOE_TEST_ASAN") == "1"
 HERE = Path(__file__).parent
-CLUSTERED = ("sample",)
-"""Kernels that run in clusters here too; others run with CLUSTER 1."""
 FLAGS = (
     *("-std=c++17", "-O1", "-fPIC", "-shared", "-w"),
     "-ffp-contract=off",  # no fused multiply-adds: the same bits on every machine
@@ -111,7 +109,6 @@ def _compile(code: str, language: str, built: Path) -> None:
 def _library(stem: str, macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     code = '#include "cuda_cpu.h"\n'  # before the macros: K and the like are names in its headers
     code += "".join(f"#define {name} {value}\n" for name, value in macros)
-    code += "#define CPU_CLUSTERS\n" if stem in CLUSTERED else ""
     code += f'#include "{stem}.cu"\n'
     built = _build_folder() / f"{stem}-{hashlib.blake2b(code.encode()).hexdigest()[:16]}.so"
     if not built.exists():

@@ -6,7 +6,9 @@
 // and lanes:
 //   0  forward, 1 backward; each warp runs as far as it can before the next one starts
 //   *  warps and lanes shuffled again and again
-// so a result that depends on the seed shows a race. Shared memory is filled with POISON (a NaN in
+// so a result that depends on the seed shows a race. The two halves of a cluster's barrier, arrive and
+// wait, hold a thread in one of them only: with even seeds nobody leaves cluster_arrive before all are
+// there (what follows it may find peers that have gone on, or ended), with odd ones cluster_wait. Shared memory is filled with POISON (a NaN in
 // every float format) before each block, and the bytes behind dynamic shared memory are checked after it.
 // Bulk copies into shared memory land at once with seed 0, when nothing else can run with 1, and else
 // when a thread waits for them; asynchronous copies of a thread land at once with seed 0, else when
@@ -118,6 +120,7 @@ struct Fiber {
   void* call = nullptr;
   void (*finish)(void*) = nullptr;
   Mbarrier* awaits = nullptr;
+  bool arrived = false;  // at a barrier of the cluster, for which it has not waited yet
   // Copies into shared memory of this thread that are on their way, and groups committed so far.
   std::vector<AsyncCopy> async;
   int async_groups = 0;
@@ -314,6 +317,14 @@ inline void cluster_barrier() {
   current->state = AT_CLUSTER;
   pause();
 }
+inline void cluster_arrive() {
+  if (std::exchange(current->arrived, true)) fail("a thread arrives twice at a cluster barrier");
+  if (block->seed % 2 == 0) cluster_barrier();
+}
+inline void cluster_wait() {
+  if (!std::exchange(current->arrived, false)) fail("a thread waits at a cluster barrier before it arrives");
+  if (block->seed % 2 == 1) cluster_barrier();
+}
 
 // What lies at an address of this block's shared memory in block `rank` of the cluster.
 template <class T>
@@ -336,6 +347,7 @@ T peer(const T* own, int rank) {
 
 inline void fiber_main() {
   block->run();
+  if (current->arrived) fail("a thread ends between cluster_arrive and cluster_wait");
   current->state = ENDED;
   block->alive--;
   release_if_all_wait(*block);
@@ -509,10 +521,13 @@ const char* launch(void (*kernel)(A...), int blocks_a_cluster, const unsigned* s
 
 }  // namespace cpu
 
-#define CPU_KERNEL(name)                                                                        \
+// cpu_NAME, which runs a kernel in blocks of their own, or in clusters of CLUSTER.
+#define CPU_KERNEL(name) CPU_KERNEL_OF(name, 1)
+#define CPU_CLUSTER_KERNEL(name) CPU_KERNEL_OF(name, CLUSTER)
+#define CPU_KERNEL_OF(name, blocks_a_cluster)                                                   \
   extern "C" const char* cpu_##name(const unsigned* sizes, size_t shared, void** arguments,     \
                                     const char* kinds, unsigned seed) {                         \
-    return cpu::launch(name, CLUSTER, sizes, shared, arguments, kinds, seed);                   \
+    return cpu::launch(name, blocks_a_cluster, sizes, shared, arguments, kinds, seed);          \
   }
 
 #define threadIdx (cpu::current->thread)

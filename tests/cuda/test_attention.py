@@ -39,11 +39,13 @@ SPECIALISATIONS = (
     Heads(7, 1, 64, 8, "bf16", "fp4"),
     Heads(4, 1, 128, 64, "fp4", "fp4"),
 )
-LENGTHS = [  # splits, length of each sequence with its new token
-    (1, (1, 65)),  # no combining
-    (2, (700, 1555)),  # a warp's ring goes round
-    (4, (63, 128, 129, 257, 300)),
-    (32, (2, 640, 2048)),  # the last one fills all splits
+LENGTHS = [  # blocks a cluster, splits, length of each sequence with its new token
+    (1, 1, (1, 65)),  # no combining
+    (1, 2, (700, 1555)),  # a warp's ring goes round
+    (1, 4, (63, 128, 129, 257, 300)),
+    (1, 32, (2, 640, 2048)),  # the last one fills all splits
+    (8, 8, (1, 129)),  # a cluster whose blocks are idle, and one whose last has a token
+    (8, 24, (128, 257, 700)),  # one cluster, two, and three with idle blocks in the last
 ]
 SANITIZED = SPECIALISATIONS[2:4]
 MARKS = {True: [pytest.mark.sanitize], False: []}
@@ -58,6 +60,7 @@ by_heads = pytest.mark.parametrize(
 class Step:
     """One call: the cache holds all but the last token of each sequence."""
 
+    cluster: int
     splits: int
     lengths: np.ndarray
     table: np.ndarray
@@ -68,7 +71,9 @@ class Step:
     v_pages: KVPages
 
 
-def make_step(h: Heads, splits: int, lengths: tuple[int, ...], plain: bool) -> Step:
+def make_step(
+    h: Heads, splits: int, lengths: tuple[int, ...], plain: bool, cluster: int = 1
+) -> Step:
     """plain: no q/k norm, and a rotation by nothing."""
     rng = np.random.default_rng(sum(lengths) + h.dim)
     counts = [-(-length // h.page) for length in lengths]
@@ -94,7 +99,7 @@ def make_step(h: Heads, splits: int, lengths: tuple[int, ...], plain: bool) -> S
     projected = rng.standard_normal((len(lengths), (h.heads + 2 * h.kv_heads) * h.dim), np.float32)
     projected[0, -1] = 300  # an outlier in the new value
     return Step(
-        *(splits, np.array(lengths, np.int32), table, projected),
+        *(cluster, splits, np.array(lengths, np.int32), table, projected),
         *(None if plain else (norms[0], norms[1]), cos_sin, *cache),
     )
 
@@ -109,15 +114,15 @@ def run_attention(
     macros = dict(
         **{"HEADS": h.heads, "KV_HEADS": h.kv_heads, "HEAD_DIM": h.dim, "PAGE": h.page},
         **{"K_FORMAT": KV_CODES[h.k_format], "V_FORMAT": KV_CODES[h.v_format]},
-        **split.macros() | {"LEAST": 16, "FUSED": int(fused)},
+        **split.macros() | {"LEAST": 16, "FUSED": int(fused), "CLUSTER": step.cluster},
     )
     attention = kernel("attention", "attention", **macros)
     store_kv = kernel("attention", "store_kv", **macros)
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray, ...]:
         out = memory.output(seqs, h.heads, h.dim)
-        partial = memory.output(seqs, h.heads, step.splits, 3, h.dim)
-        arrived = memory.writable(np.zeros((seqs, h.kv_heads), np.uint32))
+        partial = memory.output(seqs, h.heads, step.splits // step.cluster, 3, h.dim)
+        arrived = memory.writable(np.zeros((seqs, h.kv_heads, step.cluster), np.uint32))
         k, v = ([memory.writable(a) for a in p.arrays()] for p in (step.k_pages, step.v_pages))
         norms = (None, None) if step.norms is None else [*map(memory.read_only, step.norms)]
         projected, cos_sin = memory.read_only(step.projected), memory.read_only(step.cos_sin)
@@ -170,9 +175,9 @@ def same_pages(a: KVPages, b: KVPages) -> bool:
 
 
 @by_heads
-@pytest.mark.parametrize(("splits", "lengths"), LENGTHS)
-def test_attention(h: Heads, splits: int, lengths: tuple[int, ...]) -> None:
-    step = make_step(h, splits, lengths, plain=False)
+@pytest.mark.parametrize(("cluster", "splits", "lengths"), LENGTHS)
+def test_attention(h: Heads, cluster: int, splits: int, lengths: tuple[int, ...]) -> None:
+    step = make_step(h, splits, lengths, plain=False, cluster=cluster)
     out, k_pages, v_pages = run_attention(h, step)
     q, k, v = new_heads(h, step)
     assert same_pages(v_pages, written(step, step.v_pages, v))
@@ -191,17 +196,19 @@ def test_attention(h: Heads, splits: int, lengths: tuple[int, ...]) -> None:
     assert relative_error(out, expected) < 3e-5
 
 
+@pytest.mark.parametrize(("cluster", "splits"), [(1, 2), (8, 8)])
 @by_heads
-def test_more_warps_attend_alike(h: Heads) -> None:
-    step = make_step(h, 2, (5, 700), plain=False)
+def test_more_warps_attend_alike(h: Heads, cluster: int, splits: int) -> None:
+    step = make_step(h, splits, (5, 700), plain=False, cluster=cluster)
     few, many = run_attention(h, step), run_attention(h, step, long=True)
     assert relative_error(many[0], few[0]) < 3e-6
     assert all(same_pages(a, b) for a, b in zip(few[1:], many[1:], strict=True))
 
 
+@pytest.mark.parametrize(("cluster", "splits"), [(1, 4), (8, 16)])
 @by_heads
-def test_storing_first_changes_no_bit(h: Heads) -> None:
-    step = make_step(h, 4, (1, 17, 300), plain=False)
+def test_storing_first_changes_no_bit(h: Heads, cluster: int, splits: int) -> None:
+    step = make_step(h, splits, (1, 17, 300), plain=False, cluster=cluster)
     together, apart = run_attention(h, step), run_attention(h, step, fused=False)
     assert same_bits(together[0], apart[0])
     assert all(same_pages(a, b) for a, b in zip(together[1:], apart[1:], strict=True))

@@ -23,7 +23,7 @@ def test_embed(columns: int) -> None:
     state = {
         "tokens": np.array([1, 2, 3, 4], np.int32),
         "history": np.full((4, CAPACITY), -5, np.int32),
-        "steps": np.array([0, 3, 4, 9], np.int32),  # the last two wrap round
+        "steps": np.array([0, 3, 4, 2**31 + 9], np.uint32),  # the last two wrap round
         "seq_lens": np.array([0, 10, 20, 30], np.int32),
     }
     embed = kernel("embed", "embed", K=columns)

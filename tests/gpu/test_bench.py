@@ -12,7 +12,7 @@ from npmoe.bench.subject import checkpoint
 from npmoe.config import KVCacheConfig
 from npmoe.llm import shipped_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.driver]
 
 PROMPT = "Once upon a time there was a king"
 GREEDY = npmoe.SamplingParams(temperature=0, repetition_penalty=1, max_tokens=12, ignore_eos=True)

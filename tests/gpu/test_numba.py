@@ -20,7 +20,7 @@ from tests.cuda.test_route import hard_logits
 from tests.helpers import by_name, normal
 from tests.router_cases import ROUTERS, RouterCase
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.driver]
 CHOOSE = Path(__file__).parents[1] / "cuda" / "choose.cu"
 
 

@@ -20,6 +20,7 @@ from npmoe.runtime.device import cupy, to_device
 
 pytestmark = pytest.mark.gpu
 PAGE, STEPS = 16, 4
+TOLERANCE = {"bf16": 2e-3, "fp4": 5e-3}  # of a cache: a key or value may round the other way
 
 
 def tiny_spec(head_dim: int) -> ModelSpec:
@@ -92,6 +93,7 @@ def test_steps_agree_with_numpy(weights, kv, head_dim, seqs, context) -> None:
         model.forward(
             Batch(ids, span, slots, ends, ends[1:], tables[s : s + 1], span[:0]), cache.layers
         )
+    tolerance = TOLERANCE["bf16" if kv == "bf16" else "fp4"]
     device_cache = [(on_gpu(k), on_gpu(v)) for k, v in cache.layers]
     step = DecodeStep(spec, gpu, device_cache, cupy().asarray(tables))
     tokens = rng.integers(0, 1000, seqs).astype(np.int32)
@@ -106,7 +108,7 @@ def test_steps_agree_with_numpy(weights, kv, head_dim, seqs, context) -> None:
         step.enqueue()
         found = step.logits.get()
         error = np.abs(found - expected).max(axis=1) / np.abs(expected).max(axis=1)
-        assert error.max() < 2e-3, f"step {t}"
+        assert error.max() < tolerance, f"step {t}"
         tokens = expected.argmax(axis=1).astype(np.int32)
         step.best[...] = 0  # the reference chooses: teacher-forced
         step.tokens.set(tokens)
