@@ -234,6 +234,14 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
+    scoring_func: str = "softmax"
+    n_group: int = 1
+    topk_group: int = 1
+    group_score: str = "best"
+    routed_scaling_factor: float = 1.0
+    selection_bias: bool = False
+    shared_expert_intermediate_size: int = 0
+    shared_expert_gate: bool = False
     swiglu_alpha: float = 1.0
     swiglu_limit: float | None = None
     quant_method: str | None = None
@@ -332,6 +340,24 @@ def _check_config(config: ModelConfig, where: str) -> None:
         raise UnsupportedModel(
             f"{where}: num_experts_per_tok = {config.num_experts_per_tok} with "
             f"num_experts = {config.num_experts}"
+        )
+    if any(config.layer_is_moe):
+        _check_groups(config, where)
+
+
+def _check_groups(config: ModelConfig, where: str) -> None:
+    groups, chosen, experts = config.n_group, config.topk_group, config.num_experts
+    group_size = experts // groups
+    if experts % groups or not 1 <= chosen <= groups:
+        raise UnsupportedModel(
+            f"{where}: n_group = {groups}, topk_group = {chosen} with num_experts = {experts}"
+        )
+    if config.num_experts_per_tok > chosen * group_size or (
+        groups > 1 and config.group_score == "sum_of_two" and group_size < 2
+    ):
+        raise UnsupportedModel(
+            f"{where}: num_experts_per_tok = {config.num_experts_per_tok} from {chosen} groups "
+            f"of {group_size} experts"
         )
 
 

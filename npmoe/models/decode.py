@@ -20,6 +20,7 @@ from npmoe.models.stream import AttentionSplit, Stream
 from npmoe.ops.experts import PLAIN
 from npmoe.ops.quantize import KVPages
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
+from npmoe.ops.route import BEST_OF_ALL
 from npmoe.ops.sampler import Sampler
 from npmoe.runtime import nvtx
 from npmoe.runtime.device import cupy
@@ -342,6 +343,9 @@ def check_decode_spec(spec: ModelSpec) -> None:
             (f"hidden_size {spec.hidden_size}", spec.hidden_size % COLUMNS > 0),
             (f"heads of {a.num_heads} x {a.head_dim}", a.num_heads * a.head_dim % COLUMNS > 0),
             ("a router bias", mlp.router.bias),
+            ("a selection bias", mlp.router.selection_bias),
+            (f"experts chosen by {mlp.router.rule}", mlp.router.rule != BEST_OF_ALL),
+            ("shared experts", mlp.shared is not None),
             ("expert biases", mlp.bias),
             (f"experts with {mlp.activation}", mlp.activation != PLAIN),
         ):

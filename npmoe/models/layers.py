@@ -6,7 +6,7 @@ import numpy as np
 
 from npmoe.batch import Batch
 from npmoe.dtypes import Array
-from npmoe.models.specs import ExpertSpec, LayerSpec, ModelSpec
+from npmoe.models.specs import ExpertSpec, LayerSpec, ModelSpec, RouterSpec
 from npmoe.ops.attention import paged_attention
 from npmoe.ops.embed import embed
 from npmoe.ops.experts import add_experts, add_mlp
@@ -65,9 +65,7 @@ class DecoderLayer:
         norm, mlp = w["post_attention_layernorm"], self.spec.mlp
         biases = w.get("gate_up_bias"), w.get("down_bias")
         if isinstance(mlp, ExpertSpec):
-            r = mlp.router
-            router = w["router"], r.top_k, r.renormalize, w.get("router_bias")
-            normed, topk_weights, topk_ids = route(x, norm, self.eps, *router)
+            normed, topk_weights, topk_ids = self._route(x, mlp.router)
             add_experts(
                 x,
                 normed,
@@ -78,8 +76,26 @@ class DecoderLayer:
                 *biases,
                 mlp.activation,
             )
+            if mlp.shared is not None:
+                shared = w["shared_gate_up_proj"], w["shared_down_proj"]
+                add_mlp(x, normed, *shared, gate=w.get("shared_gate"))
         else:
             add_mlp(x, rms_norm(x, norm, self.eps), w["gate_up_proj"], w["down_proj"], *biases)
+
+    def _route(self, x: Array, router: RouterSpec) -> tuple[Array, Array, Array]:
+        """Normed x `[T, H]`, topk_weights and topk_ids `[T, K]`."""
+        w = self.weights
+        return route(
+            x,
+            w["post_attention_layernorm"],
+            self.eps,
+            w["router"],
+            router.top_k,
+            router.renormalize,
+            w.get("router_bias"),
+            router.rule,
+            w.get("selection_bias"),
+        )
 
 
 class CausalLM:

@@ -1,8 +1,8 @@
 """The list of a model's parameters: our names, shapes, and the checkpoint tensors behind each."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from npmoe.models.specs import ExpertSpec, ModelSpec
+from npmoe.models.specs import ExpertSpec, ModelSpec, SharedSpec
 
 VECTOR, TABLE, ROUTER = "vector", "table", "router"
 
@@ -18,6 +18,7 @@ class Parameter:
     Where there are no sources it must, in fused_layout: "rows" (as here), "columns" (the last two
     axes swapped) or "mxfp4" (two tensors, `_blocks` and `_scales`).
     interleaved: rows of fused alternate between gate and up; here gate rows come first.
+    stored_shape: of a vector's one tensor, where it differs from shape.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Parameter:
     fused: str | None = None
     fused_layout: str = "rows"
     interleaved: bool = False
+    stored_shape: tuple[int, ...] | None = None
 
     @property
     def stacked(self) -> bool:
@@ -41,13 +43,18 @@ class TensorNames:
 
     `moe` is the block's prefix, `router` the router's name in it, `expert` the names of an expert's
     gate, up and down matrices; None where all experts are in fused tensors, of `fused_layout`, in
-    which gate and up rows alternate.
+    which gate and up rows alternate. `selection_bias`, `shared` (experts) and `shared_gate` are
+    names in the block, too; a selection bias stored as `[1, E]` is a `selection_bias_row`.
     """
 
     moe: str = "mlp"
     expert: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"
     fused_layout: str = "rows"
+    selection_bias: str = "gate.e_score_correction_bias"
+    selection_bias_row: bool = False
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
 
 
 def decoder_parameters(spec: ModelSpec, names: TensorNames) -> list[Parameter]:
@@ -132,6 +139,17 @@ def _expert_parameters(
     found = [_single(f"{ours}router", ROUTER, (count, hidden), f"{router}.weight")]
     if mlp.router.bias:
         found.append(_single(f"{ours}router_bias", VECTOR, (count,), f"{router}.bias"))
+    if mlp.router.selection_bias:
+        source = f"{block}{names.selection_bias}"
+        stored_shape = (1, count) if names.selection_bias_row else None
+        found.append(
+            replace(
+                _single(f"{ours}selection_bias", VECTOR, (count,), source),
+                stored_shape=stored_shape,
+            )
+        )
+    if mlp.shared is not None:
+        found += _shared_parameters(mlp.shared, hidden, ours, block, names)
     for name, rows, columns, sources in (
         ("gate_up", (width, width), hidden, gate_up),
         ("down", (hidden,), width, down),
@@ -163,4 +181,21 @@ def _expert_parameters(
                     interleaved=interleaved,
                 )
             )
+    return found
+
+
+def _shared_parameters(
+    shared: SharedSpec, hidden: int, ours: str, block: str, names: TensorNames
+) -> list[Parameter]:
+    width, theirs = shared.intermediate_size, f"{block}{names.shared}."
+    both = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
+    gate_up = f"{ours}shared_gate_up_proj"
+    down = f"{theirs}down_proj.weight"
+    found = [
+        Parameter(gate_up, "mlp", (2 * width, hidden), (both,), (width, width)),
+        _single(f"{ours}shared_down_proj", "mlp", (hidden, width), down),
+    ]
+    if shared.gated:
+        gate = f"{block}{names.shared_gate}.weight"
+        found.append(_single(f"{ours}shared_gate", ROUTER, (1, hidden), gate))
     return found

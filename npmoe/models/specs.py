@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from npmoe.config import RopeConfig
 from npmoe.ops.experts import PLAIN, SwiGLU
+from npmoe.ops.route import BEST_OF_ALL, TopKRule
 
 
 @dataclass(frozen=True)
@@ -38,25 +39,41 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Softmax over all experts, then the top k; `renormalize` makes the k weights sum to 1.
+    """Scores as `rule` says, then the top k; `renormalize` makes the k weights sum to 1.
 
-    With it this is also the top k first and softmax over their logits. bias: of the logits.
+    With softmax and `renormalize` this is also the top k first and softmax over their logits.
+    bias: of the logits. selection_bias: of the scores, for the choice alone; it never weighs.
     """
 
     num_experts: int
     top_k: int
     renormalize: bool
     bias: bool = False
+    rule: TopKRule = BEST_OF_ALL
+    selection_bias: bool = False
+
+
+@dataclass(frozen=True)
+class SharedSpec:
+    """A gated MLP that every token takes beside its routed experts: several shared experts are one
+    of their summed width. gated: its output is multiplied by the sigmoid of a projection to 1."""
+
+    intermediate_size: int
+    gated: bool = False
 
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """Routed gated MLPs, all of one width. bias: of both matrices of each expert."""
+    """Routed gated MLPs, all of one width. bias: of both matrices of each expert.
+
+    shared: what is added to the routed experts' sum.
+    """
 
     router: RouterSpec
     intermediate_size: int
     bias: bool = False
     activation: SwiGLU = PLAIN
+    shared: SharedSpec | None = None
 
 
 @dataclass(frozen=True)

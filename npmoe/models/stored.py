@@ -162,6 +162,8 @@ def expected_tensors(
         return
     if _is_fused(opened, parameter):
         yield from _fused_tensors(parameter)
+    elif parameter.stored_shape is not None:
+        yield parameter.sources[0][0], parameter.stored_shape, FLOAT_WORDS
     else:
         for group in parameter.sources:
             for name, rows in zip(group, parameter.rows, strict=True):
@@ -287,7 +289,7 @@ def read_parameter(opened: OpenModel, parameter: Parameter) -> Any:
         return _read_fused(opened, parameter)
     if parameter.part == VECTOR:
         rows = [np.asarray(get(name), np.float32) for name in parameter.sources[0]]
-        return np.concatenate(rows)
+        return np.concatenate(rows, axis=None)
     target = stored_format(opened, parameter)
     assert target is not None
     groups = []

@@ -56,6 +56,12 @@ def softmax(x: Array) -> Array:
     return shifted / shifted.sum(axis=-1, keepdims=True)
 
 
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)) without overflow, float32."""
+    small = np.exp(-np.abs(x))
+    return np.where(x >= 0, ONE, small) / (ONE + small)
+
+
 def top_k(
     router_logits: Array,
     k: int,
@@ -116,7 +122,7 @@ def top_k_ref(
         values = np.exp(logits - np.fmax.reduce(logits, axis=-1, keepdims=True))
         total = values.sum(axis=-1, keepdims=True)
     else:
-        values = _sigmoid_ref(logits)
+        values = sigmoid(logits)
         total = np.ones((len(logits), 1), np.float32)
     keys = logits
     if selection_bias is not None or rule.sums_two:
@@ -129,12 +135,6 @@ def top_k_ref(
     if renormalize:
         total = topk_weights.sum(axis=-1, keepdims=True) + TINY
     return topk_weights / total * np.float32(rule.scaling), topk_ids
-
-
-def _sigmoid_ref(x: Array) -> Array:
-    """1 / (1 + exp(-x)) without overflow, float32."""
-    small = np.exp(-np.abs(x))
-    return np.where(x >= 0, ONE, small) / (ONE + small)
 
 
 def _order_ref(keys: Array, rule: TopKRule) -> Array:
@@ -190,10 +190,13 @@ def route(
     k: int,
     renormalize: bool,
     bias: Array | None = None,
+    rule: TopKRule = BEST_OF_ALL,
+    selection_bias: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """x float32 `[T, H]`, norm `[H]`, router `[E, H]` -> (normed x, topk_weights, topk_ids).
 
-    bias float32 `[E]` is part of the logits.
+    bias float32 `[E]` is part of the logits; selection_bias as for `top_k_ref`.
     """
     normed = rms_norm(x, norm, eps)
-    return normed, *top_k(linear(normed, router, bias), k, renormalize)
+    logits = linear(normed, router, bias)
+    return normed, *top_k(logits, k, renormalize, rule, selection_bias)

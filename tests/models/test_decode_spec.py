@@ -16,13 +16,16 @@ from npmoe.models.specs import (
     MLPSpec,
     ModelSpec,
     RouterSpec,
+    SharedSpec,
 )
 from npmoe.ops.experts import SwiGLU
+from npmoe.ops.route import TopKRule
 from tests.golden.golden_cases import CASES
 
 ATTENTION = AttentionSpec(8, 2, 64, 0.125)
 ROUTER = RouterSpec(8, 2, True)
 EXPERTS = ExpertSpec(ROUTER, 128)
+SIGMOID = TopKRule("sigmoid")
 
 
 def model(attention: AttentionSpec = ATTENTION, mlp: Any = EXPERTS) -> ModelSpec:
@@ -57,6 +60,9 @@ def test_attention(change: dict[str, Any], words: str) -> None:
         (MLPSpec(128), "a dense MLP"),
         (replace(EXPERTS, bias=True), "expert biases"),
         (replace(EXPERTS, router=replace(ROUTER, bias=True)), "a router bias"),
+        (replace(EXPERTS, router=replace(ROUTER, selection_bias=True)), "a selection bias"),
+        (replace(EXPERTS, router=replace(ROUTER, rule=SIGMOID)), "experts chosen by TopKRule"),
+        (replace(EXPERTS, shared=SharedSpec(64)), "shared experts"),
         (replace(EXPERTS, activation=SwiGLU(alpha=1.702)), r"experts with SwiGLU\(alpha=1.702"),
         (replace(EXPERTS, activation=SwiGLU(limit=7.0)), r"experts with SwiGLU.*limit=7.0"),
         (replace(EXPERTS, activation=SwiGLU(offset=1.0)), r"experts with SwiGLU.*offset=1.0"),

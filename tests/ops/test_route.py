@@ -203,3 +203,15 @@ def test_what_cannot_be_chosen_is_refused(k: int, rule: TopKRule, message: str) 
 def test_illegal_rules_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TopKRule(**options)
+
+
+def test_route_hands_the_rule_and_the_selection_bias_on() -> None:
+    # The router is the identity and the norm's input has mean square 1: logits 1, -1, 1, -1.
+    x = np.array([[1, -1, 1, -1]], np.float32)
+    router = prepare_linear(quantize(np.eye(4, dtype=np.float32), "fp32"))
+    bias = np.array([0, 1, 0, 0], np.float32)
+    _, weights, ids = route(
+        x, np.ones(4, np.float32), 0.0, router, 2, False, None, TopKRule("sigmoid", scaling=2), bias
+    )
+    assert ids.tolist() == [[1, 0]]
+    np.testing.assert_allclose(weights, [[2 / (1 + np.e), 2 / (1 + 1 / np.e)]], rtol=1e-6)
