@@ -37,6 +37,12 @@ class DecoderLayer:
         self, x: Array, batch: Batch, cos: Array, sin: Array, k_pages: KVPages, v_pages: KVPages
     ) -> None:
         """x float32 `[T, H]`, changed in place; writes this layer's K and V."""
+        self._add_attention(x, batch, cos, sin, k_pages, v_pages)
+        self._add_mlp(x)
+
+    def _add_attention(
+        self, x: Array, batch: Batch, cos: Array, sin: Array, k_pages: KVPages, v_pages: KVPages
+    ) -> None:
         attention, w = self.spec.attention, self.weights
         q = qkv(
             x,
@@ -49,6 +55,7 @@ class DecoderLayer:
             v_pages,
             batch.slot_mapping,
             attention.clip,
+            attention.interleaved,
         )
         attended = paged_attention(
             q,
@@ -61,13 +68,17 @@ class DecoderLayer:
             attention.window,
             w.get("sinks"),
         )
-        add_output(x, attended, w["o_proj"], w.get("o_bias"))
-        norm, mlp = w["post_attention_layernorm"], self.spec.mlp
+        added = self._added(x)
+        add_output(added, attended, w["o_proj"], w.get("o_bias"))
+        self._join(x, added)
+
+    def _add_mlp(self, x: Array) -> None:
+        w, mlp, added = self.weights, self.spec.mlp, self._added(x)
         biases = w.get("gate_up_bias"), w.get("down_bias")
         if isinstance(mlp, ExpertSpec):
             normed, topk_weights, topk_ids = self._route(x, mlp.router)
             add_experts(
-                x,
+                added,
                 normed,
                 w["gate_up_proj"],
                 w["down_proj"],
@@ -78,9 +89,20 @@ class DecoderLayer:
             )
             if mlp.shared is not None:
                 shared = w["shared_gate_up_proj"], w["shared_down_proj"]
-                add_mlp(x, normed, *shared, gate=w.get("shared_gate"))
+                add_mlp(added, normed, *shared, gate=w.get("shared_gate"))
         else:
-            add_mlp(x, rms_norm(x, norm, self.eps), w["gate_up_proj"], w["down_proj"], *biases)
+            normed = rms_norm(x, w["post_attention_layernorm"], self.eps)
+            add_mlp(added, normed, w["gate_up_proj"], w["down_proj"], *biases)
+        self._join(x, added)
+
+    def _added(self, x: Array) -> Array:
+        """What a block adds its output to: the residual stream itself, or zeros."""
+        return x if self.spec.residual_scale == 1 else np.zeros_like(x)
+
+    def _join(self, x: Array, added: Array) -> None:
+        """x += the scaled output of a block that did not add to x itself."""
+        if added is not x:
+            x += np.float32(self.spec.residual_scale) * added
 
     def _route(self, x: Array, router: RouterSpec) -> tuple[Array, Array, Array]:
         """Normed x `[T, H]`, topk_weights and topk_ids `[T, K]`."""
@@ -121,10 +143,13 @@ class CausalLM:
     def forward(self, batch: Batch, cache: list[tuple[KVPages, KVPages]]) -> Array:
         """Logits float32 `[R, vocab]` of batch.logits_rows; writes K and V of every token."""
         x = embed(self.weights["embed_tokens"], batch.input_ids)
+        x *= np.float32(self.spec.embedding_scale)
         cos, sin = rope_cos_sin(
             batch.positions, self.frequencies, self.rope_factor, batch.rope_variant
         )
         for layer, (k_pages, v_pages) in zip(self.layers, cache, strict=True):
             layer.forward(x, batch, cos, sin, k_pages, v_pages)
         rows = np.ascontiguousarray(x[batch.logits_rows])
-        return lm_head(rows, self.weights["norm"], self.spec.eps, self.weights["lm_head"])
+        logits = lm_head(rows, self.weights["norm"], self.spec.eps, self.weights["lm_head"])
+        logits *= np.float32(self.spec.logits_scale)
+        return logits

@@ -14,7 +14,8 @@ class AttentionSpec:
 
     window: keys a query sees, itself included; None = all. clip bounds q, k and v.
     scale multiplies q . k. qkv_bias: of q, k and v; output_bias: of the output projection.
-    sinks: one more score a query head in the softmax.
+    sinks: one more score a query head in the softmax. interleaved: rotary turns pairs of
+    neighbours, not of halves.
     """
 
     num_heads: int
@@ -27,6 +28,7 @@ class AttentionSpec:
     window: int | None = None
     clip: float | None = None
     sinks: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,15 +80,17 @@ class ExpertSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: attention, then a dense MLP or routed experts."""
+    """One decoder layer: attention, then a dense MLP or routed experts, each added to the residual
+    stream times residual_scale."""
 
     attention: AttentionSpec
     mlp: MLPSpec | ExpertSpec
+    residual_scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A whole decoder-only model."""
+    """A whole decoder-only model. embedding_scale and logits_scale multiply its two ends."""
 
     hidden_size: int
     vocab_size: int
@@ -95,6 +99,8 @@ class ModelSpec:
     max_positions: int
     layers: tuple[LayerSpec, ...]
     tied: bool
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
 
     @property
     def num_kv_heads(self) -> int:
