@@ -256,6 +256,8 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     quant_method: str | None = None
+    router_jitter_noise: float = 0.0
+    lm_head_bias: bool = False
     layer_is_moe: tuple[bool, ...] = ()
     layer_windows: tuple[int | None, ...] = ()
     bos_token_id: int | None = None

@@ -11,7 +11,7 @@ from npmoe.ops.attention import paged_attention
 from npmoe.ops.embed import embed
 from npmoe.ops.experts import add_experts, add_mlp
 from npmoe.ops.lm_head import lm_head
-from npmoe.ops.norm import rms_norm
+from npmoe.ops.norm import layer_norm, rms_norm
 from npmoe.ops.output import add_output
 from npmoe.ops.qkv import QKVWeights, qkv
 from npmoe.ops.quantize import KVPages
@@ -26,7 +26,7 @@ class DecoderLayer:
         """weights: this layer's parameters by the last part of their names."""
         self.spec, self.eps, self.weights = spec, eps, weights
         self.qkv_weights = QKVWeights(
-            weights["input_layernorm"],
+            weights["input_layernorm"] if spec.norm == "before" else None,
             weights["qkv_proj"],
             weights.get("qkv_bias"),
             weights.get("q_norm"),
@@ -45,7 +45,7 @@ class DecoderLayer:
     ) -> None:
         attention, w = self.spec.attention, self.weights
         q = qkv(
-            x,
+            self._normed(x, "input_layernorm"),
             self.qkv_weights,
             self.eps,
             attention.head_dim,
@@ -56,6 +56,7 @@ class DecoderLayer:
             batch.slot_mapping,
             attention.clip,
             attention.interleaved,
+            attention.qk_norm == "rotated",
         )
         attended = paged_attention(
             q,
@@ -70,7 +71,7 @@ class DecoderLayer:
         )
         added = self._added(x)
         add_output(added, attended, w["o_proj"], w.get("o_bias"))
-        self._join(x, added)
+        self._join(x, added, "post_attention_layernorm")
 
     def _add_mlp(self, x: Array) -> None:
         w, mlp, added = self.weights, self.spec.mlp, self._added(x)
@@ -91,25 +92,38 @@ class DecoderLayer:
                 shared = w["shared_gate_up_proj"], w["shared_down_proj"]
                 add_mlp(added, normed, *shared, gate=w.get("shared_gate"))
         else:
-            normed = rms_norm(x, w["post_attention_layernorm"], self.eps)
+            normed = self._normed(x, "post_attention_layernorm")
+            if self.spec.norm == "before":
+                normed = rms_norm(x, w["post_attention_layernorm"], self.eps)
             add_mlp(added, normed, w["gate_up_proj"], w["down_proj"], *biases)
-        self._join(x, added)
+        self._join(x, added, "post_feedforward_layernorm")
+
+    def _normed(self, x: Array, name: str) -> Array:
+        """What a block reads, but for an RMS norm before it, which is part of its first op."""
+        w = self.weights
+        if self.spec.norm == "layer":
+            return layer_norm(x, w[name], w[f"{name}_bias"], self.eps)
+        return x
 
     def _added(self, x: Array) -> Array:
         """What a block adds its output to: the residual stream itself, or zeros."""
-        return x if self.spec.residual_scale == 1 else np.zeros_like(x)
+        is_plain = self.spec.residual_scale == 1 and self.spec.norm != "after"
+        return x if is_plain else np.zeros_like(x)
 
-    def _join(self, x: Array, added: Array) -> None:
-        """x += the scaled output of a block that did not add to x itself."""
-        if added is not x:
-            x += np.float32(self.spec.residual_scale) * added
+    def _join(self, x: Array, added: Array, norm: str) -> None:
+        """x += the normed and scaled output of a block that did not add to x itself."""
+        if added is x:
+            return
+        if self.spec.norm == "after":
+            added = rms_norm(added, self.weights[norm], self.eps)
+        x += np.float32(self.spec.residual_scale) * added
 
     def _route(self, x: Array, router: RouterSpec) -> tuple[Array, Array, Array]:
         """Normed x `[T, H]`, topk_weights and topk_ids `[T, K]`."""
-        w = self.weights
+        w, norm = self.weights, "post_attention_layernorm"
         return route(
-            x,
-            w["post_attention_layernorm"],
+            self._normed(x, norm),
+            w[norm] if self.spec.norm == "before" else None,
             self.eps,
             w["router"],
             router.top_k,
@@ -150,6 +164,10 @@ class CausalLM:
         for layer, (k_pages, v_pages) in zip(self.layers, cache, strict=True):
             layer.forward(x, batch, cos, sin, k_pages, v_pages)
         rows = np.ascontiguousarray(x[batch.logits_rows])
-        logits = lm_head(rows, self.weights["norm"], self.spec.eps, self.weights["lm_head"])
+        w, eps = self.weights, self.spec.eps
+        norm = w["norm"]
+        if self.spec.layer_norm:
+            rows, norm = layer_norm(rows, norm, w["norm_bias"], eps), None
+        logits = lm_head(rows, norm, eps, w["lm_head"], w.get("lm_head_bias"))
         logits *= np.float32(self.spec.logits_scale)
         return logits

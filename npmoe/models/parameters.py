@@ -47,7 +47,7 @@ class TensorNames:
 
     `fused` are tensors, in the layer, that hold all experts' gate_up and down, in `fused_layout`
     and with gate and up rows alternating where `interleaved`; `expert` is None where there are no
-    others. `shared_fused` are the same for the shared expert.
+    others. `shared_fused` are the same for the shared expert. `qk_norms` are in the attention.
     """
 
     moe: str = "mlp"
@@ -57,6 +57,7 @@ class TensorNames:
     fused_layout: str = "rows"
     interleaved: bool = False
     shared_fused: tuple[str, str] | None = None
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
     selection_bias: str = "gate.e_score_correction_bias"
     selection_bias_row: bool = False
     shared: str = "shared_experts"
@@ -75,8 +76,30 @@ def decoder_parameters(spec: ModelSpec, names: TensorNames) -> list[Parameter]:
     for i in range(len(spec.layers)):
         found += _layer_parameters(spec, i, names)
     found.append(_single("norm", VECTOR, (hidden,), "model.norm.weight"))
+    if spec.layer_norm:
+        found.append(_single("norm_bias", VECTOR, (hidden,), "model.norm.bias"))
     head = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
     found.append(_single("lm_head", "lm_head", (spec.vocab_size, hidden), head))
+    if spec.head_bias:
+        found.append(_single("lm_head_bias", VECTOR, (spec.vocab_size,), "lm_head.bias"))
+    return found
+
+
+NORMS = {
+    "before": ("input_layernorm", "post_attention_layernorm"),
+    "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "layer": ("input_layernorm", "post_attention_layernorm"),
+}
+"""LayerSpec.norm -> the norms of attention and MLP."""
+
+
+def _norm_parameters(norm: str, hidden: int, ours: str, theirs: str) -> list[Parameter]:
+    found = []
+    for name in NORMS[norm]:
+        found.append(_single(f"{ours}{name}", VECTOR, (hidden,), f"{theirs}{name}.weight"))
+        if norm == "layer":
+            bias = f"{theirs}{name}.bias"
+            found.append(_single(f"{ours}{name}_bias", VECTOR, (hidden,), bias))
     return found
 
 
@@ -93,7 +116,7 @@ def _layer_parameters(spec: ModelSpec, i: int, names: TensorNames) -> list[Param
     weights = tuple(f"{p}.weight" for p in qkv)
     o_proj = f"{theirs}self_attn.o_proj"
     found = [
-        _single(f"{ours}input_layernorm", VECTOR, (hidden,), f"{theirs}input_layernorm.weight"),
+        *_norm_parameters(spec.layers[i].norm, hidden, ours, theirs),
         Parameter(f"{ours}qkv_proj", "attention", (q + 2 * kv, hidden), (weights,), (q, kv, kv)),
         _single(f"{ours}o_proj", "attention", (hidden, q), f"{o_proj}.weight"),
     ]
@@ -103,17 +126,14 @@ def _layer_parameters(spec: ModelSpec, i: int, names: TensorNames) -> list[Param
     if attention.output_bias:
         found.append(_single(f"{ours}o_bias", VECTOR, (hidden,), f"{o_proj}.bias"))
     if attention.qk_norm != "none":
-        per_head = attention.qk_norm == "head"
-        for which, width in (("q_norm", q), ("k_norm", kv)):
+        per_head = attention.qk_norm != "projection"
+        for which, width, name in (("q", q, names.qk_norms[0]), ("k", kv, names.qk_norms[1])):
             shape = (attention.head_dim if per_head else width,)
-            found.append(
-                _single(f"{ours}{which}", VECTOR, shape, f"{theirs}self_attn.{which}.weight")
-            )
+            source = f"{theirs}self_attn.{name}.weight"
+            found.append(_single(f"{ours}{which}_norm", VECTOR, shape, source))
     if attention.sinks:
         sinks = f"{theirs}self_attn.sinks"
         found.append(_single(f"{ours}sinks", VECTOR, (attention.num_heads,), sinks))
-    after = "post_attention_layernorm"
-    found.append(_single(f"{ours}{after}", VECTOR, (hidden,), f"{theirs}{after}.weight"))
     if isinstance(mlp, ExpertSpec):
         return found + _expert_parameters(mlp, hidden, ours, f"{theirs}{names.moe}.", theirs, names)
     width, block = mlp.intermediate_size, f"{theirs}mlp."

@@ -10,7 +10,8 @@ from npmoe.ops.route import BEST_OF_ALL, TopKRule
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """qk_norm: "none", "head" (one norm per head) or "projection" (one over all heads).
+    """qk_norm: "none", "head" (one norm per head), "rotated" (the same, after rotary) or
+    "projection" (one over all heads).
 
     window: keys a query sees, itself included; None = all. clip bounds q, k and v.
     scale multiplies q . k. qkv_bias: of q, k and v; output_bias: of the output projection.
@@ -81,16 +82,23 @@ class ExpertSpec:
 @dataclass(frozen=True)
 class LayerSpec:
     """One decoder layer: attention, then a dense MLP or routed experts, each added to the residual
-    stream times residual_scale."""
+    stream times residual_scale.
+
+    norm: an RMS norm "before" each of the two or "after" it, or a "layer" norm, with bias, before.
+    """
 
     attention: AttentionSpec
     mlp: MLPSpec | ExpertSpec
     residual_scale: float = 1.0
+    norm: str = "before"
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A whole decoder-only model. embedding_scale and logits_scale multiply its two ends."""
+    """A whole decoder-only model. embedding_scale and logits_scale multiply its two ends.
+
+    layer_norm: the last norm is one, with bias. head_bias: of the logits.
+    """
 
     hidden_size: int
     vocab_size: int
@@ -101,6 +109,8 @@ class ModelSpec:
     tied: bool
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
+    layer_norm: bool = False
+    head_bias: bool = False
 
     @property
     def num_kv_heads(self) -> int:

@@ -67,8 +67,9 @@ def build(config: Config, folder: Path | None = None) -> PreTrainedModel:
 def fill(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Random weights, rounded to bf16, that make attention and routers far from uniform."""
     embedding_std = 0.3 if model.config.tie_word_embeddings else 0.05
+    embedding_std = 1.0 if model.config.model_type == "flex_olmo" else embedding_std
     for name, weight in tensors(model):
-        if "norm" in name:
+        if name.endswith("norm.weight"):
             weight.data.uniform_(0.5, 1.5, generator=generator)
         elif "embed_tokens" in name:
             weight.data.normal_(0.0, embedding_std, generator=generator)
@@ -199,7 +200,7 @@ def check_features(name: str, folder: Path, ids: torch.Tensor, want: torch.Tenso
         parts = weight.data if weight.dim() == 3 else [weight.data]
         for index, part in enumerate(parts):
             kept = part.clone()
-            part.fill_(1.0 if "norm" in tensor else 0.0)
+            part.fill_(1.0 if tensor.endswith("norm.weight") else 0.0)
             effects[f"{tensor}[{index}]"] = effect(model, ids, want)
             part.copy_(kept)
     weakest = sorted(effects, key=effects.__getitem__)[:4]
