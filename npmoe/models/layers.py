@@ -92,9 +92,9 @@ class DecoderLayer:
                 shared = w["shared_gate_up_proj"], w["shared_down_proj"]
                 add_mlp(added, normed, *shared, gate=w.get("shared_gate"))
         else:
-            normed = self._normed(x, "post_attention_layernorm")
-            if self.spec.norm == "before":
-                normed = rms_norm(x, w["post_attention_layernorm"], self.eps)
+            name = "post_attention_layernorm"
+            is_rms = self.spec.norm == "before"
+            normed = rms_norm(x, w[name], self.eps) if is_rms else self._normed(x, name)
             add_mlp(added, normed, w["gate_up_proj"], w["down_proj"], *biases)
         self._join(x, added, "post_feedforward_layernorm")
 
