@@ -5,17 +5,46 @@ from typing import Any
 
 from npmoe.config import ConfigReader, ModelConfig
 from npmoe.errors import UnsupportedModel
-from npmoe.models import gpt_oss, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe
+from npmoe.models import (
+    dots1,
+    ernie4_5_moe,
+    flex_olmo,
+    glm4_moe,
+    gpt_oss,
+    granitemoe,
+    granitemoeshared,
+    hunyuan_v1_moe,
+    llama,
+    minimax_m2,
+    mistral,
+    mixtral,
+    olmoe,
+    phimoe,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from npmoe.models.parameters import Parameter
 from npmoe.models.specs import ModelSpec
 
 FAMILIES: dict[str, ModuleType] = {
+    "dots1": dots1,
+    "ernie4_5_moe": ernie4_5_moe,
+    "flex_olmo": flex_olmo,
+    "glm4_moe": glm4_moe,
     "gpt_oss": gpt_oss,
+    "granitemoe": granitemoe,
+    "granitemoeshared": granitemoeshared,
+    "hunyuan_v1_moe": hunyuan_v1_moe,
     "llama": llama,
+    "minimax_m2": minimax_m2,
     "mistral": mistral,
     "mixtral": mixtral,
     "olmoe": olmoe,
+    "phimoe": phimoe,
     "qwen2": qwen2,
+    "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
 }

@@ -2,7 +2,16 @@
 
 from npmoe.config import ConfigReader, ModelConfig, read_common, read_rope
 from npmoe.models.parameters import Parameter, TensorNames, decoder_parameters
-from npmoe.models.specs import AttentionSpec, ExpertSpec, LayerSpec, MLPSpec, ModelSpec, RouterSpec
+from npmoe.models.specs import (
+    AttentionSpec,
+    ExpertSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    RouterSpec,
+    SharedSpec,
+)
+from npmoe.ops.route import TopKRule
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
@@ -38,10 +47,7 @@ def model_spec(config: ModelConfig, qk_norm: str = "none", output_bias: bool = T
         )
         mlp: MLPSpec | ExpertSpec = MLPSpec(config.intermediate_size, config.mlp_bias)
         if is_moe:
-            router = RouterSpec(
-                config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
-            )
-            mlp = ExpertSpec(router, config.moe_intermediate_size)
+            mlp = expert_spec(config)
         layers.append(LayerSpec(attention, mlp))
     return ModelSpec(
         hidden_size=config.hidden_size,
@@ -52,6 +58,27 @@ def model_spec(config: ModelConfig, qk_norm: str = "none", output_bias: bool = T
         layers=tuple(layers),
         tied=config.tie_word_embeddings,
     )
+
+
+def expert_spec(config: ModelConfig) -> ExpertSpec:
+    """The routed and shared experts of a layer."""
+    rule = TopKRule(
+        config.scoring_func,
+        config.n_group,
+        config.topk_group,
+        config.group_score,
+        config.routed_scaling_factor,
+    )
+    router = RouterSpec(
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.norm_topk_prob,
+        rule=rule,
+        selection_bias=config.selection_bias,
+    )
+    width = config.shared_expert_intermediate_size
+    shared = SharedSpec(width, config.shared_expert_gate) if width else None
+    return ExpertSpec(router, config.moe_intermediate_size, shared=shared)
 
 
 def parameters(config: ModelConfig, spec: ModelSpec) -> list[Parameter]:

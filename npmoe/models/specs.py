@@ -5,15 +5,18 @@ from dataclasses import dataclass
 
 from npmoe.config import RopeConfig
 from npmoe.ops.experts import PLAIN, SwiGLU
+from npmoe.ops.route import BEST_OF_ALL, TopKRule
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """qk_norm: "none", "head" (one norm per head) or "projection" (one over all heads).
+    """qk_norm: "none", "head" (one norm per head), "rotated" (the same, after rotary) or
+    "projection" (one over all heads).
 
     window: keys a query sees, itself included; None = all. clip bounds q, k and v.
     scale multiplies q . k. qkv_bias: of q, k and v; output_bias: of the output projection.
-    sinks: one more score a query head in the softmax.
+    sinks: one more score a query head in the softmax. interleaved: rotary turns pairs of
+    neighbours, not of halves.
     """
 
     num_heads: int
@@ -26,6 +29,7 @@ class AttentionSpec:
     window: int | None = None
     clip: float | None = None
     sinks: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,38 +42,63 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Softmax over all experts, then the top k; `renormalize` makes the k weights sum to 1.
+    """Scores as `rule` says, then the top k; `renormalize` makes the k weights sum to 1.
 
-    With it this is also the top k first and softmax over their logits. bias: of the logits.
+    With softmax and `renormalize` this is also the top k first and softmax over their logits.
+    bias: of the logits. selection_bias: of the scores, for the choice alone; it never weighs.
     """
 
     num_experts: int
     top_k: int
     renormalize: bool
     bias: bool = False
+    rule: TopKRule = BEST_OF_ALL
+    selection_bias: bool = False
+
+
+@dataclass(frozen=True)
+class SharedSpec:
+    """A gated MLP that every token takes beside its routed experts: several shared experts are one
+    of their summed width. gated: its output is multiplied by the sigmoid of a projection to 1."""
+
+    intermediate_size: int
+    gated: bool = False
 
 
 @dataclass(frozen=True)
 class ExpertSpec:
-    """Routed gated MLPs, all of one width. bias: of both matrices of each expert."""
+    """Routed gated MLPs, all of one width. bias: of both matrices of each expert.
+
+    shared: what is added to the routed experts' sum.
+    """
 
     router: RouterSpec
     intermediate_size: int
     bias: bool = False
     activation: SwiGLU = PLAIN
+    shared: SharedSpec | None = None
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: attention, then a dense MLP or routed experts."""
+    """One decoder layer: attention, then a dense MLP or routed experts, each added to the residual
+    stream times residual_scale.
+
+    norm: an RMS norm "before" each of the two or "after" it, or a "layer" norm, with bias, before.
+    """
 
     attention: AttentionSpec
     mlp: MLPSpec | ExpertSpec
+    residual_scale: float = 1.0
+    norm: str = "before"
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A whole decoder-only model."""
+    """A whole decoder-only model. embedding_scale and logits_scale multiply its two ends.
+
+    layer_norm: the last norm is one, with bias. head_bias: of the logits.
+    """
 
     hidden_size: int
     vocab_size: int
@@ -78,6 +107,10 @@ class ModelSpec:
     max_positions: int
     layers: tuple[LayerSpec, ...]
     tied: bool
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    layer_norm: bool = False
+    head_bias: bool = False
 
     @property
     def num_kv_heads(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from npmoe.dtypes import Array
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.ops.linear import linear, linear_ref
+from npmoe.ops.route import sigmoid
 from npmoe.runtime.device import jit
 
 
@@ -60,9 +61,16 @@ def add_mlp(
     down_proj: QuantTensor,
     gate_up_bias: Array | None = None,
     down_bias: Array | None = None,
+    gate: QuantTensor | None = None,
 ) -> None:
-    """residual `[T, H]` += mlp(x `[T, H]`), gate_up_proj `[2I, H]`, down_proj `[H, I]`."""
-    residual += linear(swiglu(linear(x, gate_up_proj, gate_up_bias)), down_proj, down_bias)
+    """residual `[T, H]` += mlp(x `[T, H]`), gate_up_proj `[2I, H]`, down_proj `[H, I]`.
+
+    gate `[1, H]`: the MLP's output is multiplied by sigmoid(gate x), a number for each token.
+    """
+    out = linear(swiglu(linear(x, gate_up_proj, gate_up_bias)), down_proj, down_bias)
+    if gate is not None:
+        out *= sigmoid(linear(x, gate))
+    residual += out
 
 
 def experts_ref(

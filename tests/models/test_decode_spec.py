@@ -16,13 +16,16 @@ from npmoe.models.specs import (
     MLPSpec,
     ModelSpec,
     RouterSpec,
+    SharedSpec,
 )
 from npmoe.ops.experts import SwiGLU
+from npmoe.ops.route import TopKRule
 from tests.golden.golden_cases import CASES
 
 ATTENTION = AttentionSpec(8, 2, 64, 0.125)
 ROUTER = RouterSpec(8, 2, True)
 EXPERTS = ExpertSpec(ROUTER, 128)
+SIGMOID = TopKRule("sigmoid")
 
 
 def model(attention: AttentionSpec = ATTENTION, mlp: Any = EXPERTS) -> ModelSpec:
@@ -41,7 +44,9 @@ def test_what_the_kernels_know() -> None:
         ({"sinks": True}, "attention sinks"),
         ({"window": 128}, "a sliding window"),
         ({"clip": 1.0}, "clipped q, k and v"),
+        ({"interleaved": True}, "interleaved rotary"),
         ({"qk_norm": "projection"}, "a q/k norm over the projection"),
+        ({"qk_norm": "rotated"}, "a q/k norm after rotary"),
         ({"head_dim": 96}, "head_dim 96"),
         ({"num_heads": 24}, "more than 8 query heads"),
     ],
@@ -57,6 +62,9 @@ def test_attention(change: dict[str, Any], words: str) -> None:
         (MLPSpec(128), "a dense MLP"),
         (replace(EXPERTS, bias=True), "expert biases"),
         (replace(EXPERTS, router=replace(ROUTER, bias=True)), "a router bias"),
+        (replace(EXPERTS, router=replace(ROUTER, selection_bias=True)), "a selection bias"),
+        (replace(EXPERTS, router=replace(ROUTER, rule=SIGMOID)), "experts chosen by TopKRule"),
+        (replace(EXPERTS, shared=SharedSpec(64)), "shared experts"),
         (replace(EXPERTS, activation=SwiGLU(alpha=1.702)), r"experts with SwiGLU\(alpha=1.702"),
         (replace(EXPERTS, activation=SwiGLU(limit=7.0)), r"experts with SwiGLU.*limit=7.0"),
         (replace(EXPERTS, activation=SwiGLU(offset=1.0)), r"experts with SwiGLU.*offset=1.0"),
@@ -67,7 +75,30 @@ def test_mlp(mlp: Any, words: str) -> None:
         check_decode_spec(model(mlp=mlp))
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "gpt_oss_v5", "mistral", "qwen2"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"embedding_scale": 2.0}, "scaled embeddings or logits"),
+        ({"logits_scale": 0.5}, "scaled embeddings or logits"),
+        ({"layer_norm": True}, "a layer norm or a bias before the logits"),
+        ({"head_bias": True}, "a layer norm or a bias before the logits"),
+        ({"layers": (LayerSpec(ATTENTION, EXPERTS, residual_scale=0.5),)}, "a scaled residual"),
+        ({"layers": (LayerSpec(ATTENTION, EXPERTS, norm="after"),)}, "norm = 'after'"),
+    ],
+)
+def test_scales_and_norms(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"no decode kernel yet for {words}"):
+        check_decode_spec(replace(model(), **change))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe", "gpt_oss", "gpt_oss_v5", "granitemoe"),
+        *("granitemoeshared", "hunyuan_v1_moe", "minimax_m2", "mistral", "phimoe"),
+        *("qwen2", "qwen2_moe"),
+    ],
+)
 def test_families_without_kernels(name: str) -> None:
     with pytest.raises(UnsupportedModel, match="use device='cpu'"):
         check_decode_spec(read_model(CASES[name], "config.json")[1])

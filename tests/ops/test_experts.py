@@ -118,3 +118,13 @@ def test_add_mlp_adds_to_the_residual(num_tokens: int) -> None:
     want = residual + swiglu_ref(x @ gate_up.T + biases[0]) @ down.T + biases[1]
     add_mlp(residual, x, quantize(gate_up, "fp32"), quantize(down, "fp32"), *biases)
     assert relative_error(residual, want) < 5e-6
+
+
+def test_a_gated_mlp_by_hand() -> None:
+    # gate = x0, up = x1, so the MLP puts silu(2) * 3 on output 0; the gate is sigmoid(x0 - x1).
+    gate_up, down = np.eye(2, dtype=np.float32), np.array([[1], [0]], np.float32)
+    residual = np.array([[10, 10]], np.float32)
+    x = np.array([[2, 3]], np.float32)
+    gate = quantize(np.array([[1, -1]], np.float32), "fp32")
+    add_mlp(residual, x, quantize(gate_up, "fp32"), quantize(down, "fp32"), gate=gate)
+    np.testing.assert_allclose(residual, [[10 + SILU_2 * 3 / (1 + np.exp(1)), 10]], rtol=1e-6)
