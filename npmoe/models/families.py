@@ -5,7 +5,19 @@ from typing import Any
 
 from npmoe.config import ConfigReader, ModelConfig
 from npmoe.errors import UnsupportedModel
-from npmoe.models import gpt_oss, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe
+from npmoe.models import (
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    olmoe,
+    qwen2,
+    qwen3,
+    qwen3_5_moe,
+    qwen3_5_moe_text,
+    qwen3_moe,
+    qwen3_next,
+)
 from npmoe.models.parameters import Parameter
 from npmoe.models.specs import ModelSpec
 
@@ -17,7 +29,10 @@ FAMILIES: dict[str, ModuleType] = {
     "olmoe": olmoe,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_5_moe": qwen3_5_moe,
+    "qwen3_5_moe_text": qwen3_5_moe_text,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
 }
 
 

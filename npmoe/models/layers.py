@@ -1,22 +1,33 @@
 """The forward pass on the CPU, put together from ops as the specs say."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from npmoe.batch import Batch
 from npmoe.dtypes import Array
-from npmoe.models.specs import ExpertSpec, LayerSpec, ModelSpec, RouterSpec
+from npmoe.kv.states import RecurrentState
+from npmoe.models.cache import LayerCache
+from npmoe.models.delta_net import add_delta_net
+from npmoe.models.specs import (
+    AttentionSpec,
+    DeltaNetSpec,
+    ExpertSpec,
+    LayerSpec,
+    ModelSpec,
+    RouterSpec,
+)
 from npmoe.ops.attention import paged_attention
 from npmoe.ops.embed import embed
 from npmoe.ops.experts import add_experts, add_mlp
 from npmoe.ops.lm_head import lm_head
 from npmoe.ops.norm import rms_norm
 from npmoe.ops.output import add_output
-from npmoe.ops.qkv import QKVWeights, qkv
+from npmoe.ops.qkv import QKVWeights, gated_qkv, qkv
 from npmoe.ops.quantize import KVPages
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
-from npmoe.ops.route import route
+from npmoe.ops.route import route, sigmoid
 
 
 class DecoderLayer:
@@ -25,31 +36,43 @@ class DecoderLayer:
     def __init__(self, spec: LayerSpec, eps: float, weights: dict[str, Any]) -> None:
         """weights: this layer's parameters by the last part of their names."""
         self.spec, self.eps, self.weights = spec, eps, weights
-        self.qkv_weights = QKVWeights(
-            weights["input_layernorm"],
-            weights["qkv_proj"],
-            weights.get("qkv_bias"),
-            weights.get("q_norm"),
-            weights.get("k_norm"),
-        )
 
-    def forward(
-        self, x: Array, batch: Batch, cos: Array, sin: Array, k_pages: KVPages, v_pages: KVPages
+    def forward(self, x: Array, batch: Batch, cos: Array, sin: Array, cache: LayerCache) -> None:
+        """x float32 `[T, H]`, changed in place; writes this layer's K and V, or states."""
+        attention = self.spec.attention
+        if isinstance(attention, DeltaNetSpec):
+            assert isinstance(cache, RecurrentState)
+            add_delta_net(x, attention, self.eps, self.weights, batch, cache)
+        else:
+            assert not isinstance(cache, RecurrentState)
+            self._add_attention(x, attention, batch, cos, sin, *cache)
+        self._add_mlp(x)
+
+    def _add_attention(
+        self,
+        x: Array,
+        attention: AttentionSpec,
+        batch: Batch,
+        cos: Array,
+        sin: Array,
+        k_pages: KVPages,
+        v_pages: KVPages,
     ) -> None:
-        """x float32 `[T, H]`, changed in place; writes this layer's K and V."""
-        attention, w = self.spec.attention, self.weights
-        q = qkv(
-            x,
-            self.qkv_weights,
-            self.eps,
-            attention.head_dim,
-            cos,
-            sin,
-            k_pages,
-            v_pages,
-            batch.slot_mapping,
-            attention.clip,
+        w = self.weights
+        weights = QKVWeights(
+            w["input_layernorm"], w["qkv_proj"], w.get("qkv_bias"), w.get("q_norm"), w.get("k_norm")
         )
+        rotary = attention.head_dim, cos, sin
+        gates = None
+        if attention.output_gate:
+            q, gates = gated_qkv(
+                x, weights, self.eps, *rotary, k_pages, v_pages, batch.slot_mapping
+            )
+        else:
+            q = qkv(
+                *(x, weights, self.eps, *rotary, k_pages, v_pages, batch.slot_mapping),
+                clip=attention.clip,
+            )
         attended = paged_attention(
             q,
             k_pages,
@@ -61,7 +84,12 @@ class DecoderLayer:
             attention.window,
             w.get("sinks"),
         )
+        if gates is not None:
+            attended *= sigmoid(gates)
         add_output(x, attended, w["o_proj"], w.get("o_bias"))
+
+    def _add_mlp(self, x: Array) -> None:
+        w = self.weights
         norm, mlp = w["post_attention_layernorm"], self.spec.mlp
         biases = w.get("gate_up_bias"), w.get("down_bias")
         if isinstance(mlp, ExpertSpec):
@@ -118,13 +146,14 @@ class CausalLM:
         """Bytes of all prepared weights."""
         return sum(w.nbytes for w in self.weights.values())
 
-    def forward(self, batch: Batch, cache: list[tuple[KVPages, KVPages]]) -> Array:
-        """Logits float32 `[R, vocab]` of batch.logits_rows; writes K and V of every token."""
+    def forward(self, batch: Batch, cache: Sequence[LayerCache]) -> Array:
+        """Logits float32 `[R, vocab]` of batch.logits_rows; writes K and V of every token, and
+        brings recurrent states up to it."""
         x = embed(self.weights["embed_tokens"], batch.input_ids)
         cos, sin = rope_cos_sin(
             batch.positions, self.frequencies, self.rope_factor, batch.rope_variant
         )
-        for layer, (k_pages, v_pages) in zip(self.layers, cache, strict=True):
-            layer.forward(x, batch, cos, sin, k_pages, v_pages)
+        for layer, own in zip(self.layers, cache, strict=True):
+            layer.forward(x, batch, cos, sin, own)
         rows = np.ascontiguousarray(x[batch.logits_rows])
         return lm_head(rows, self.weights["norm"], self.spec.eps, self.weights["lm_head"])

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from npmoe.config import KV_FORMATS, WEIGHT_PARTS, KVCacheConfig
 from npmoe.dtypes import SAFETENSORS_DTYPES, gigabytes
 from npmoe.errors import UnsupportedModel
-from npmoe.kv.storage import check_kv_format, kv_bytes_per_token
+from npmoe.kv.storage import check_kv_format
+from npmoe.models.cache import token_bytes
 from npmoe.models.conversion import format_bytes, running_bytes
 from npmoe.models.parameters import TABLE, VECTOR, Parameter
 from npmoe.models.stored import OpenModel, expected_tensors, stored_format, stored_formats
@@ -163,8 +164,7 @@ def _kv_bytes(opened: OpenModel) -> dict[str, float]:
             check_kv_format(config, spec.head_dim)
         except UnsupportedModel:
             continue
-        per_layer = kv_bytes_per_token(config, spec.num_kv_heads, spec.head_dim)
-        found[name] = len(spec.layers) * per_layer
+        found[name] = token_bytes(spec, config)
     return found
 
 

@@ -44,14 +44,53 @@ def qkv(
     cos and sin `[T, R]` as for `rope`; slot_mapping int32 `[T]`, -1 = skip; `clip` bounds q, k
     and v after the norm (olmoe).
     """
-    num_tokens = x.shape[0]
-    projected = linear(rms_norm(x, w.input_norm, eps), w.qkv_proj, w.bias)
-    kv_rows = k_pages.codes.shape[1] * head_dim
-    q, k, v = np.split(projected, [projected.shape[1] - 2 * kv_rows, -kv_rows], axis=1)
+    q, k, v = _project(x, w, eps, k_pages.codes.shape[1] * head_dim)
     q, k = _norm(q, w.q_norm, head_dim, eps), _norm(k, w.k_norm, head_dim, eps)
     if clip is not None:
         q, k, v = (np.clip(a, -clip, clip) for a in (q, k, v))
-    q, k, v = (np.ascontiguousarray(a).reshape(num_tokens, -1, head_dim) for a in (q, k, v))
+    return _rotate_and_write(q, k, v, head_dim, cos, sin, k_pages, v_pages, slot_mapping)
+
+
+def gated_qkv(
+    x: Array,
+    w: QKVWeights,
+    eps: float,
+    head_dim: int,
+    cos: Array,
+    sin: Array,
+    k_pages: KVPages,
+    v_pages: KVPages,
+    slot_mapping: Array,
+) -> tuple[Array, Array]:
+    """Like `qkv` where each head of q is followed by as many gates: qkv_proj
+    `[(2 heads + 2 kv_heads) * D, H]` -> q and gates, float32 `[T, heads, D]`."""
+    both, k, v = _project(x, w, eps, k_pages.codes.shape[1] * head_dim)
+    q, gates = np.split(both.reshape(x.shape[0], -1, 2 * head_dim), 2, axis=-1)
+    q, k = _norm(q, w.q_norm, head_dim, eps), _norm(k, w.k_norm, head_dim, eps)
+    q = _rotate_and_write(q, k, v, head_dim, cos, sin, k_pages, v_pages, slot_mapping)
+    return q, gates
+
+
+def _project(x: Array, w: QKVWeights, eps: float, kv_rows: int) -> tuple[Array, Array, Array]:
+    """x `[T, H]` -> the projection's columns of q, k and v."""
+    projected = linear(rms_norm(x, w.input_norm, eps), w.qkv_proj, w.bias)
+    q, k, v = np.split(projected, [projected.shape[1] - 2 * kv_rows, -kv_rows], axis=1)
+    return q, k, v
+
+
+def _rotate_and_write(
+    q: Array,
+    k: Array,
+    v: Array,
+    head_dim: int,
+    cos: Array,
+    sin: Array,
+    k_pages: KVPages,
+    v_pages: KVPages,
+    slot_mapping: Array,
+) -> Array:
+    """q, k and v with T rows -> q `[T, heads, D]`, turned; writes k, turned, and v."""
+    q, k, v = (np.ascontiguousarray(a).reshape(len(a), -1, head_dim) for a in (q, k, v))
     rotate(q, cos, sin)
     rotate(k, cos, sin)
     write_kv_pages(k_pages, k, slot_mapping)

@@ -15,7 +15,12 @@ def random_inputs(num_tokens: int) -> tuple[np.ndarray, ...]:
     keys = num_tokens, KEY_HEADS, KEY_DIM
     a, b = normal(num_tokens, HEADS, seed=3), normal(num_tokens, HEADS, seed=4)
     gates = delta_gates(b, a, np.linspace(-2, 1, HEADS, dtype=np.float32), a[0])
-    return normal(*keys), normal(*keys, seed=1), normal(num_tokens, HEADS, VALUE_DIM, seed=2), *gates
+    return (
+        normal(*keys),
+        normal(*keys, seed=1),
+        normal(num_tokens, HEADS, VALUE_DIM, seed=2),
+        *gates,
+    )
 
 
 def empty_state(slots: int = 1) -> np.ndarray:
@@ -79,7 +84,7 @@ def test_chunks_give_the_same_bits(cuts: list[int]) -> None:
 
 
 def test_with_no_decay_and_full_correction_a_key_recalls_its_last_value() -> None:
-    q, k, v, *_ = random_inputs(3)
+    _, k, v, *_ = random_inputs(3)
     ones = np.ones((3, HEADS), np.float32)
     k[2] = k[0]
     out = delta_rule(k * np.float32(7), k, v, ones, ones, empty_state(), *one(3))
