@@ -156,7 +156,9 @@ ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
 }
 
 
-def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> RopeConfig:
+def read_rope(
+    reader: ConfigReader, default_theta: float = 10000.0, default_partial: float = 1.0
+) -> RopeConfig:
     """Reads both spellings: `rope_theta` + `rope_scaling`, and `rope_parameters`.
 
     Raises UnsupportedModel for other rope types (`dynamic` too: its frequencies change with the
@@ -180,10 +182,10 @@ def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> RopeConfi
     values: dict[str, Any] = {"rope_type": rope_type}
     for key, fallback in (
         ("rope_theta", theta or default_theta),
-        ("partial_rotary_factor", partial),
+        ("partial_rotary_factor", partial or default_partial),
     ):
         value = scaling.pop(key, None)
-        values[key] = fallback or 1.0 if value is None else value
+        values[key] = fallback if value is None else value
     values["original_max_position_embeddings"] = top_level_original or scaling.get(
         "original_max_position_embeddings"
     )

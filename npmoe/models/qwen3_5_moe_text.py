@@ -6,7 +6,7 @@ then: its keys are without effect.
 
 from typing import Any
 
-from npmoe.config import ConfigReader, ModelConfig, read_common
+from npmoe.config import ConfigReader, ModelConfig, read_common, read_rope
 from npmoe.models import qwen3_next
 from npmoe.models.parameters import Parameter, TensorNames, decoder_parameters
 from npmoe.models.specs import ModelSpec
@@ -27,7 +27,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     return read_common(
         reader,
         **qwen3_next.common_fields(reader),
-        rope=qwen3_next.read_partial_rope(plain),
+        rope=read_rope(plain, default_partial=qwen3_next.ROTARY_PART),
         intermediate_size=reader.take_int("moe_intermediate_size"),
         layer_is_moe=(True,) * reader.take_int("num_hidden_layers"),
         norm_topk_prob=True,

@@ -6,7 +6,7 @@ Norms are stored as their difference from 1. Rotary turns a part of each head.
 from dataclasses import replace
 from typing import Any
 
-from npmoe.config import ConfigReader, ModelConfig, RopeConfig, read_common, read_rope
+from npmoe.config import ConfigReader, ModelConfig, read_common, read_rope
 from npmoe.errors import UnsupportedModel
 from npmoe.models import llama, qwen3_moe
 from npmoe.models.parameters import Parameter, TensorNames, decoder_parameters
@@ -23,7 +23,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     return read_common(
         reader,
         **common_fields(reader),
-        rope=read_partial_rope(reader),
+        rope=read_rope(reader, default_partial=ROTARY_PART),
         intermediate_size=reader.take_int("intermediate_size"),
         layer_is_moe=qwen3_moe.layer_is_moe(reader),
         norm_topk_prob=bool(reader.take("norm_topk_prob", default=True)),
@@ -70,14 +70,6 @@ def layer_is_linear(reader: ConfigReader) -> tuple[bool, ...]:
             f"{reader.where}: layer_types = {types!r} is not implemented for {layers} layers"
         )
     return tuple(kind == "linear_attention" for kind in types)
-
-
-def read_partial_rope(reader: ConfigReader) -> RopeConfig:
-    """Where no spelling of partial_rotary_factor is there, a quarter of each head turns."""
-    rope = read_rope(reader)
-    parameters = reader.take("rope_parameters", default={})
-    named = reader.take("partial_rotary_factor", default=parameters.get("partial_rotary_factor"))
-    return rope if named is not None else replace(rope, partial_rotary_factor=ROTARY_PART)
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:

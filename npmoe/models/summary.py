@@ -49,7 +49,8 @@ class ModelSummary:
     model cards count, the whole embedding. A tied head counts once.
     formats, stored_bytes: by part. read_bytes: weight format -> bytes that one decoded token reads
     (one row of the embedding); "stored" is the checkpoint's own. kv_bytes: cache format -> bytes
-    of one token in all layers. A format that the model's shapes cannot take is left out.
+    of one token in all layers. state_bytes: recurrent states of one sequence. A format that the
+    model's shapes cannot take is left out.
     """
 
     path: str
@@ -71,6 +72,7 @@ class ModelSummary:
     stored_bytes: dict[str, int]
     read_bytes: dict[str, float]
     kv_bytes: dict[str, float]
+    state_bytes: int
     fits: list[Fit]
 
 
@@ -102,6 +104,7 @@ def summarize(opened: OpenModel, memories: list[Memory]) -> ModelSummary:
         stored_bytes=_stored_bytes(opened),
         read_bytes=_present({w: read_bytes(opened, w) for w in (STORED, *COMPARED_FORMATS)}),
         kv_bytes=kv_bytes,
+        state_bytes=spec.state_bytes,
         fits=_fits(opened, memories, kv_bytes),
     )
 
@@ -219,6 +222,11 @@ def describe(summary: ModelSummary) -> str:
         "",
         "KV cache for each token, by cache format:",
         *_table([[name, gigabytes(size)] for name, size in s.kv_bytes.items()]),
+        *(
+            [f"recurrent states for each sequence: {gigabytes(s.state_bytes)}"]
+            if s.state_bytes
+            else []
+        ),
         "",
         "tokens of context that fit beside the weights, over all sequences:",
     ]
