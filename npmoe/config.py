@@ -30,7 +30,11 @@ NEUTRAL_KEYS = frozenset(
 `pretraining_tp` splits one matrix product into several with the same result."""
 
 
-MOST = {"num_hidden_layers": 1000, "num_experts": 10_000, "num_local_experts": 10_000}
+MOST = {
+    "num_hidden_layers": 1000,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 10_000),
+    "moe_num_experts": 10_000,
+}
 """Names of the tensors of each layer and expert are made before it shows that they are absent."""
 MOST_OF_OTHERS = 2**31 - 1
 
@@ -238,6 +242,7 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     clip_qkv: float | None = None
+    use_qk_norm: bool = False
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -252,6 +257,10 @@ class ModelConfig:
     shared_expert_gate: bool = False
     swiglu_alpha: float = 1.0
     swiglu_limit: float | None = None
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     quant_method: str | None = None
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
@@ -344,7 +353,13 @@ def _check_config(config: ModelConfig, where: str) -> None:
         )
     if config.head_dim < 2 or config.head_dim % 2:
         raise UnsupportedModel(f"{where}: head_dim = {config.head_dim}, expected an even number")
-    pairs = int(config.head_dim * config.rope.partial_rotary_factor) // 2
+    rotary_dim = int(config.head_dim * config.rope.partial_rotary_factor)
+    if not 2 <= rotary_dim <= config.head_dim or rotary_dim % 2:
+        raise UnsupportedModel(
+            f"{where}: partial_rotary_factor = {config.rope.partial_rotary_factor} turns "
+            f"{rotary_dim} elements of a head of {config.head_dim}, expected an even number"
+        )
+    pairs = rotary_dim // 2
     for name in ("short_factor", "long_factor"):
         factors = getattr(config.rope, name)
         if config.rope.rope_type == "longrope" and len(factors) != pairs:

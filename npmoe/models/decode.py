@@ -331,9 +331,13 @@ def check_decode_spec(spec: ModelSpec) -> None:
         raise _no_kernel("linear attention by the gated delta rule")
     if spec.rope.partial_rotary_factor != 1:
         raise _no_kernel("rotary on a part of each head")
+    if (spec.embedding_scale, spec.logits_scale) != (1, 1):
+        raise _no_kernel("scaled embeddings or logits")
     for layer in spec.layers:
         a, mlp = layer.attention, layer.mlp
         assert isinstance(a, AttentionSpec)
+        if layer.residual_scale != 1:
+            raise _no_kernel("a scaled residual")
         if not isinstance(mlp, ExpertSpec):
             raise _no_kernel("a dense MLP")
         top_k = mlp.router.top_k
@@ -343,6 +347,7 @@ def check_decode_spec(spec: ModelSpec) -> None:
             ("attention sinks", a.sinks),
             ("attention with an output gate", a.output_gate),
             ("clipped q, k and v", a.clip is not None),
+            ("interleaved rotary", a.interleaved),
             ("a q/k norm over the projection", a.qk_norm == "projection"),
             (f"head_dim {a.head_dim}", a.head_dim not in (64, 128)),
             ("more than 8 query heads a KV head", a.num_heads > 8 * a.num_kv_heads),

@@ -17,6 +17,7 @@ from npmoe.ops.route import sigmoid
 
 
 def add_delta_net(
+    residual: Array,
     x: Array,
     spec: DeltaNetSpec,
     eps: float,
@@ -24,7 +25,8 @@ def add_delta_net(
     batch: Batch,
     state: RecurrentState,
 ) -> None:
-    """x float32 `[T, H]` += the block's output; brings the batch's states up to its last tokens.
+    """residual `[T, H]` += the block's output for x float32 `[T, H]`, which may be the same array;
+    brings the batch's states up to its last tokens.
 
     w: input_layernorm `[H]`; qkvz_proj `[2 key_width + 2 value_width, H]`, rows of q, k, v, then of
     the gate z; ba_proj `[2 Hv, H]`; conv `[C * W]`; a_log and dt_bias `[Hv]`; delta_norm `[Dv]`;
@@ -43,7 +45,7 @@ def add_delta_net(
     out = delta_rule(q, k, v, decay, beta, state.memory, edges, slots)
     z = qkvz[:, channels:].reshape(out.shape)
     gated = rms_norm(out, w["delta_norm"], eps) * (z * sigmoid(z))
-    add_output(x, gated, w["out_proj"], None)
+    add_output(residual, gated, w["out_proj"], None)
 
 
 def _heads(qkv: Array, spec: DeltaNetSpec) -> tuple[Array, Array, Array]:

@@ -6,12 +6,19 @@ from typing import Any
 from npmoe.config import ConfigReader, ModelConfig
 from npmoe.errors import UnsupportedModel
 from npmoe.models import (
+    dots1,
+    ernie4_5_moe,
+    glm4_moe,
     gpt_oss,
+    granitemoe,
+    granitemoeshared,
     llama,
+    minimax_m2,
     mistral,
     mixtral,
     olmoe,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_5_moe,
     qwen3_5_moe_text,
@@ -22,12 +29,19 @@ from npmoe.models.parameters import Parameter
 from npmoe.models.specs import ModelSpec
 
 FAMILIES: dict[str, ModuleType] = {
+    "dots1": dots1,
+    "ernie4_5_moe": ernie4_5_moe,
+    "glm4_moe": glm4_moe,
     "gpt_oss": gpt_oss,
+    "granitemoe": granitemoe,
+    "granitemoeshared": granitemoeshared,
     "llama": llama,
+    "minimax_m2": minimax_m2,
     "mistral": mistral,
     "mixtral": mixtral,
     "olmoe": olmoe,
     "qwen2": qwen2,
+    "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
     "qwen3_5_moe": qwen3_5_moe,
     "qwen3_5_moe_text": qwen3_5_moe_text,

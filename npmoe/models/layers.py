@@ -39,17 +39,19 @@ class DecoderLayer:
 
     def forward(self, x: Array, batch: Batch, cos: Array, sin: Array, cache: LayerCache) -> None:
         """x float32 `[T, H]`, changed in place; writes this layer's K and V, or states."""
-        attention = self.spec.attention
+        attention, added = self.spec.attention, self._added(x)
         if isinstance(attention, DeltaNetSpec):
             assert isinstance(cache, RecurrentState)
-            add_delta_net(x, attention, self.eps, self.weights, batch, cache)
+            add_delta_net(added, x, attention, self.eps, self.weights, batch, cache)
         else:
             assert not isinstance(cache, RecurrentState)
-            self._add_attention(x, attention, batch, cos, sin, *cache)
+            self._add_attention(added, x, attention, batch, cos, sin, *cache)
+        self._join(x, added)
         self._add_mlp(x)
 
     def _add_attention(
         self,
+        added: Array,
         x: Array,
         attention: AttentionSpec,
         batch: Batch,
@@ -62,21 +64,16 @@ class DecoderLayer:
         weights = QKVWeights(
             w["input_layernorm"], w["qkv_proj"], w.get("qkv_bias"), w.get("q_norm"), w.get("k_norm")
         )
-        rotary = attention.head_dim, cos, sin
+        rotary, pages = (attention.head_dim, cos, sin), (k_pages, v_pages)
+        arguments = x, weights, self.eps, *rotary, *pages, batch.slot_mapping
         gates = None
         if attention.output_gate:
-            q, gates = gated_qkv(
-                x, weights, self.eps, *rotary, k_pages, v_pages, batch.slot_mapping
-            )
+            q, gates = gated_qkv(*arguments)
         else:
-            q = qkv(
-                *(x, weights, self.eps, *rotary, k_pages, v_pages, batch.slot_mapping),
-                clip=attention.clip,
-            )
+            q = qkv(*arguments, attention.clip, attention.interleaved)
         attended = paged_attention(
             q,
-            k_pages,
-            v_pages,
+            *pages,
             batch.block_table,
             batch.cu_seqlens_q,
             batch.seq_lens,
@@ -86,16 +83,15 @@ class DecoderLayer:
         )
         if gates is not None:
             attended *= sigmoid(gates)
-        add_output(x, attended, w["o_proj"], w.get("o_bias"))
+        add_output(added, attended, w["o_proj"], w.get("o_bias"))
 
     def _add_mlp(self, x: Array) -> None:
-        w = self.weights
-        norm, mlp = w["post_attention_layernorm"], self.spec.mlp
+        w, mlp, added = self.weights, self.spec.mlp, self._added(x)
         biases = w.get("gate_up_bias"), w.get("down_bias")
         if isinstance(mlp, ExpertSpec):
             normed, topk_weights, topk_ids = self._route(x, mlp.router)
             add_experts(
-                x,
+                added,
                 normed,
                 w["gate_up_proj"],
                 w["down_proj"],
@@ -106,9 +102,20 @@ class DecoderLayer:
             )
             if mlp.shared is not None:
                 shared = w["shared_gate_up_proj"], w["shared_down_proj"]
-                add_mlp(x, normed, *shared, gate=w.get("shared_gate"))
+                add_mlp(added, normed, *shared, gate=w.get("shared_gate"))
         else:
-            add_mlp(x, rms_norm(x, norm, self.eps), w["gate_up_proj"], w["down_proj"], *biases)
+            normed = rms_norm(x, w["post_attention_layernorm"], self.eps)
+            add_mlp(added, normed, w["gate_up_proj"], w["down_proj"], *biases)
+        self._join(x, added)
+
+    def _added(self, x: Array) -> Array:
+        """What a block adds its output to: the residual stream itself, or zeros."""
+        return x if self.spec.residual_scale == 1 else np.zeros_like(x)
+
+    def _join(self, x: Array, added: Array) -> None:
+        """x += the scaled output of a block that did not add to x itself."""
+        if added is not x:
+            x += np.float32(self.spec.residual_scale) * added
 
     def _route(self, x: Array, router: RouterSpec) -> tuple[Array, Array, Array]:
         """Normed x `[T, H]`, topk_weights and topk_ids `[T, K]`."""
@@ -150,10 +157,13 @@ class CausalLM:
         """Logits float32 `[R, vocab]` of batch.logits_rows; writes K and V of every token, and
         brings recurrent states up to it."""
         x = embed(self.weights["embed_tokens"], batch.input_ids)
+        x *= np.float32(self.spec.embedding_scale)
         cos, sin = rope_cos_sin(
             batch.positions, self.frequencies, self.rope_factor, batch.rope_variant
         )
         for layer, own in zip(self.layers, cache, strict=True):
             layer.forward(x, batch, cos, sin, own)
         rows = np.ascontiguousarray(x[batch.logits_rows])
-        return lm_head(rows, self.weights["norm"], self.spec.eps, self.weights["lm_head"])
+        logits = lm_head(rows, self.weights["norm"], self.spec.eps, self.weights["lm_head"])
+        logits *= np.float32(self.spec.logits_scale)
+        return logits

@@ -54,18 +54,26 @@ class Parameter:
 class TensorNames:
     """How a family spells the tensors that differ between families.
 
-    `moe` is the block's prefix, `router` the router's name in it, `expert` the names of an expert's
-    gate, up and down matrices; None where all experts are in fused tensors, of `fused_layout`, in
-    which gate and up rows alternate. `selection_bias`, `shared` (experts) and `shared_gate` are
-    names in the block, too; a selection bias stored as `[1, E]` is a `selection_bias_row`. `model`
-    is the beginning of all names but the head's. `delta_grouped`: a linear attention layer has its
-    projections in two tensors, grouped by key heads, and not in four.
+    `model` is the beginning of all names but the head's. `moe` is the block's prefix in the layer;
+    in the block, `router` is the router, `expert` the gate, up and down matrices of an expert,
+    `selection_bias` that tensor (`[1, E]` where it is a `selection_bias_row`), `shared` the shared
+    expert and `shared_gate` its gate.
+
+    `fused` are tensors, in the layer, that hold all experts' gate_up and down, in `fused_layout`
+    and with gate and up rows alternating where `interleaved`; `expert` is None where there are no
+    others. `shared_fused` are the same for the shared expert.
+
+    `delta_grouped`: a linear attention layer has its projections in two tensors, grouped by key
+    heads, and not in four.
     """
 
     moe: str = "mlp"
     expert: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"
+    fused: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     fused_layout: str = "rows"
+    interleaved: bool = False
+    shared_fused: tuple[str, str] | None = None
     selection_bias: str = "gate.e_score_correction_bias"
     selection_bias_row: bool = False
     shared: str = "shared_experts"
@@ -205,7 +213,7 @@ def _expert_parameters(
         experts = [f"{block}experts.{e}." for e in range(count)]
         gate_up = tuple(tuple(f"{e}{n}.weight" for n in names.expert[:2]) for e in experts)
         down = tuple((f"{e}{names.expert[2]}.weight",) for e in experts)
-    fused, router = f"{theirs}mlp.experts.", f"{block}{names.router}"
+    router = f"{block}{names.router}"
     found = [_single(f"{ours}router", ROUTER, (count, hidden), f"{router}.weight")]
     if mlp.router.bias:
         found.append(_single(f"{ours}router_bias", VECTOR, (count,), f"{router}.bias"))
@@ -219,13 +227,13 @@ def _expert_parameters(
             )
         )
     if mlp.shared is not None:
-        found += _shared_parameters(mlp.shared, hidden, ours, block, names)
-    for name, rows, columns, sources in (
-        ("gate_up", (width, width), hidden, gate_up),
-        ("down", (hidden,), width, down),
+        found += _shared_parameters(mlp.shared, hidden, ours, theirs, names)
+    for name, rows, columns, sources, fused in (
+        ("gate_up", (width, width), hidden, gate_up, names.fused[0]),
+        ("down", (hidden,), width, down, names.fused[1]),
     ):
         shape = (count, sum(rows), columns)
-        interleaved = name == "gate_up" and names.expert is None
+        interleaved = name == "gate_up" and names.interleaved
         found.append(
             Parameter(
                 f"{ours}{name}_proj",
@@ -233,13 +241,13 @@ def _expert_parameters(
                 shape,
                 sources,
                 rows,
-                f"{fused}{name}_proj",
+                f"{theirs}{fused}",
                 names.fused_layout,
                 interleaved,
             )
         )
         if mlp.bias:
-            bias = f"{fused}{name}_proj_bias"
+            bias = f"{theirs}{fused}_bias"
             found.append(
                 Parameter(
                     f"{ours}{name}_bias",
@@ -255,14 +263,18 @@ def _expert_parameters(
 
 
 def _shared_parameters(
-    shared: SharedSpec, hidden: int, ours: str, block: str, names: TensorNames
+    shared: SharedSpec, hidden: int, ours: str, theirs: str, names: TensorNames
 ) -> list[Parameter]:
-    width, theirs = shared.intermediate_size, f"{block}{names.shared}."
-    both = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
+    width, block = shared.intermediate_size, f"{theirs}{names.moe}."
     gate_up = f"{ours}shared_gate_up_proj"
-    down = f"{theirs}down_proj.weight"
+    rows: tuple[int, ...] = (width, width)
+    both = tuple(f"{block}{names.shared}.{which}_proj.weight" for which in ("gate", "up"))
+    down = f"{block}{names.shared}.down_proj.weight"
+    if names.shared_fused is not None:
+        both, down = (f"{theirs}{names.shared_fused[0]}",), f"{theirs}{names.shared_fused[1]}"
+        rows = (2 * width,)
     found = [
-        Parameter(gate_up, "mlp", (2 * width, hidden), (both,), (width, width)),
+        Parameter(gate_up, "mlp", (2 * width, hidden), (both,), rows),
         _single(f"{ours}shared_down_proj", "mlp", (hidden, width), down),
     ]
     if shared.gated:

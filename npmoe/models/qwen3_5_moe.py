@@ -30,8 +30,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
 
 def model_spec(config: ModelConfig) -> ModelSpec:
     """The text model's layers, without the vision tower."""
-    spec = qwen3_5_moe_text.model_spec(config)
-    return replace(spec, left_out=(*spec.left_out, "model.visual."))
+    return replace(qwen3_5_moe_text.model_spec(config), left_out=("model.visual.",))
 
 
 def parameters(config: ModelConfig, spec: ModelSpec) -> list[Parameter]:

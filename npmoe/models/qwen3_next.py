@@ -10,9 +10,8 @@ from npmoe.config import ConfigReader, ModelConfig, read_common, read_rope
 from npmoe.errors import UnsupportedModel
 from npmoe.models import llama, qwen3_moe
 from npmoe.models.parameters import Parameter, TensorNames, decoder_parameters
-from npmoe.models.specs import AttentionSpec, DeltaNetSpec, ModelSpec
+from npmoe.models.specs import DeltaNetSpec, ModelSpec
 
-MTP = ("mtp.",)
 NORMS_FROM_ONE = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm")
 KINDS = ("linear_attention", "full_attention")
 ROTARY_PART = 0.25
@@ -82,12 +81,11 @@ def model_spec(config: ModelConfig) -> ModelSpec:
         value_head_dim=config.linear_value_head_dim,
         conv_width=config.linear_conv_kernel_dim,
     )
-    layers = []
-    for layer, is_linear in zip(spec.layers, config.layer_is_linear, strict=True):
-        assert isinstance(layer.attention, AttentionSpec)
-        attention = replace(layer.attention, output_gate=True)
-        layers.append(replace(layer, attention=delta if is_linear else attention))
-    return replace(spec, layers=tuple(layers), left_out=MTP)
+    layers = tuple(
+        replace(layer, attention=delta) if is_linear else layer.with_attention(output_gate=True)
+        for layer, is_linear in zip(spec.layers, config.layer_is_linear, strict=True)
+    )
+    return replace(spec, layers=layers)
 
 
 def parameters(config: ModelConfig, spec: ModelSpec) -> list[Parameter]:

@@ -2,7 +2,8 @@
 decode.py obey or refuse."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from npmoe.config import RopeConfig
 from npmoe.ops.experts import PLAIN, SwiGLU
@@ -15,8 +16,9 @@ class AttentionSpec:
 
     window: keys a query sees, itself included; None = all. clip bounds q, k and v.
     scale multiplies q . k. qkv_bias: of q, k and v; output_bias: of the output projection.
-    sinks: one more score a query head in the softmax. output_gate: what a head attends to is
-    multiplied by the sigmoid of as many gates, which follow each head of q in the projection.
+    sinks: one more score a query head in the softmax. interleaved: rotary turns pairs of
+    neighbours, not of halves. output_gate: what a head attends to is multiplied by the sigmoid of
+    as many gates, which follow each head of q in the projection.
     """
 
     num_heads: int
@@ -29,6 +31,7 @@ class AttentionSpec:
     window: int | None = None
     clip: float | None = None
     sinks: bool = False
+    interleaved: bool = False
     output_gate: bool = False
 
 
@@ -122,18 +125,25 @@ class ExpertSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: attention of either kind, then a dense MLP or routed experts."""
+    """One decoder layer: attention of either kind, then a dense MLP or routed experts, each added
+    to the residual stream times residual_scale."""
 
     attention: AttentionSpec | DeltaNetSpec
     mlp: MLPSpec | ExpertSpec
+    residual_scale: float = 1.0
+
+    def with_attention(self, **changes: Any) -> "LayerSpec":
+        """The layer with fields of its AttentionSpec changed."""
+        assert isinstance(self.attention, AttentionSpec)
+        return replace(self, attention=replace(self.attention, **changes))
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """A whole decoder-only model with attention in one layer at least.
 
-    left_out: beginnings of the names of checkpoint tensors that are no part of it, such as a vision
-    tower.
+    embedding_scale and logits_scale multiply its two ends. left_out: beginnings of the names of
+    checkpoint tensors that are no part of it, such as a vision tower.
     """
 
     hidden_size: int
@@ -143,6 +153,8 @@ class ModelSpec:
     max_positions: int
     layers: tuple[LayerSpec, ...]
     tied: bool
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
     left_out: tuple[str, ...] = ()
 
     @property

@@ -38,17 +38,20 @@ def qkv(
     v_pages: KVPages,
     slot_mapping: Array,
     clip: float | None = None,
+    interleaved: bool = False,
 ) -> Array:
     """x float32 `[T, H]` -> q float32 `[T, heads, D]`; writes k and v to their slots.
 
     cos and sin `[T, R]` as for `rope`; slot_mapping int32 `[T]`, -1 = skip; `clip` bounds q, k
-    and v after the norm (olmoe).
+    and v after the norm (olmoe). interleaved: rotary turns neighbours; q and k then come with the
+    first of each pair before all the second ones, which leaves every q . k as it is.
     """
     q, k, v = _project(x, w, eps, k_pages.codes.shape[1] * head_dim)
     q, k = _norm(q, w.q_norm, head_dim, eps), _norm(k, w.k_norm, head_dim, eps)
     if clip is not None:
         q, k, v = (np.clip(a, -clip, clip) for a in (q, k, v))
-    return _rotate_and_write(q, k, v, head_dim, cos, sin, k_pages, v_pages, slot_mapping)
+    cache = k_pages, v_pages, slot_mapping
+    return _rotate_and_write(q, k, v, head_dim, cos, sin, *cache, interleaved)
 
 
 def gated_qkv(
@@ -88,14 +91,23 @@ def _rotate_and_write(
     k_pages: KVPages,
     v_pages: KVPages,
     slot_mapping: Array,
+    interleaved: bool = False,
 ) -> Array:
     """q, k and v with T rows -> q `[T, heads, D]`, turned; writes k, turned, and v."""
     q, k, v = (np.ascontiguousarray(a).reshape(len(a), -1, head_dim) for a in (q, k, v))
+    if interleaved:
+        q, k = (_halves(a, 2 * cos.shape[1]) for a in (q, k))
     rotate(q, cos, sin)
     rotate(k, cos, sin)
     write_kv_pages(k_pages, k, slot_mapping)
     write_kv_pages(v_pages, v, slot_mapping)
     return q
+
+
+def _halves(x: Array, rotary_dim: int) -> Array:
+    """x `[T, heads, D]` with the even rotary elements of each head before the odd ones."""
+    turned = x[..., :rotary_dim]
+    return np.concatenate([turned[..., ::2], turned[..., 1::2], x[..., rotary_dim:]], axis=-1)
 
 
 def _norm(x: Array, weight: Array | None, head_dim: int, eps: float) -> Array:
