@@ -68,7 +68,7 @@ def open_model(path: str | os.PathLike, ignored: tuple[str, ...] = ()) -> OpenMo
         own_formats = _own_formats(checkpoint, quantization)
     where = str(checkpoint.folder / "config.json")
     config, spec, parameters = read_model(raw, where, ignored)
-    if spec.tied and _has_own_head(checkpoint):
+    if spec.tied and _has_own_head(checkpoint, parameters[0]):
         raw["tie_word_embeddings"] = False
         config, spec, parameters = read_model(raw, where, ignored)
     opened = OpenModel(checkpoint, config, spec, parameters, own_formats)
@@ -94,11 +94,10 @@ def _own_formats(checkpoint: Checkpoint, quantization: dict[str, Any]) -> dict[s
     return formats
 
 
-def _has_own_head(checkpoint: Checkpoint) -> bool:
+def _has_own_head(checkpoint: Checkpoint, embedding: Parameter) -> bool:
     """Whether a head that the config calls tied is there with other values; it counts then."""
-    head, ending = "lm_head.weight", "embed_tokens.weight"
-    table = next((name for name in checkpoint.tensors if name.endswith(ending)), None)
-    if head not in checkpoint or table is None:
+    head, table = "lm_head.weight", embedding.sources[0][0]
+    if head not in checkpoint or table not in checkpoint:
         return False
     return not np.array_equal(checkpoint.get(head), checkpoint.get(table))
 

@@ -1,5 +1,6 @@
 """qwen3_next and qwen3_5_moe: tensors as they lie in the files, converting, and what is refused."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -215,3 +216,10 @@ def test_states_are_counted() -> None:
     assert summary.kv_bytes["fp32"] == 2 * 2 * 32 * 4  # of the one layer that has pages
     assert "recurrent states for each sequence: 11.3 kB" in describe(summary)
     assert "recurrent" not in describe(summarize(open_model(GOLDEN / "qwen3_moe"), []))
+
+
+def test_a_head_that_is_called_tied_and_differs_counts(make: Callable[..., Path]) -> None:
+    folder = make("qwen3_5_moe", lambda tensors: None)
+    config = CASES["qwen3_5_moe"] | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert not open_model(folder).spec.tied
