@@ -262,6 +262,8 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     quant_method: str | None = None
+    router_jitter_noise: float = 0.0
+    lm_head_bias: bool = False
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0

@@ -22,7 +22,7 @@ from npmoe.ops.attention import paged_attention
 from npmoe.ops.embed import embed
 from npmoe.ops.experts import add_experts, add_mlp
 from npmoe.ops.lm_head import lm_head
-from npmoe.ops.norm import rms_norm
+from npmoe.ops.norm import layer_norm, rms_norm
 from npmoe.ops.output import add_output
 from npmoe.ops.qkv import QKVWeights, gated_qkv, qkv
 from npmoe.ops.quantize import KVPages
@@ -42,11 +42,12 @@ class DecoderLayer:
         attention, added = self.spec.attention, self._added(x)
         if isinstance(attention, DeltaNetSpec):
             assert isinstance(cache, RecurrentState)
+            assert self.spec.norm == "before"
             add_delta_net(added, x, attention, self.eps, self.weights, batch, cache)
         else:
             assert not isinstance(cache, RecurrentState)
             self._add_attention(added, x, attention, batch, cos, sin, *cache)
-        self._join(x, added)
+        self._join(x, added, "post_attention_layernorm")
         self._add_mlp(x)
 
     def _add_attention(
@@ -62,15 +63,21 @@ class DecoderLayer:
     ) -> None:
         w = self.weights
         weights = QKVWeights(
-            w["input_layernorm"], w["qkv_proj"], w.get("qkv_bias"), w.get("q_norm"), w.get("k_norm")
+            w["input_layernorm"] if self.spec.norm == "before" else None,
+            w["qkv_proj"],
+            w.get("qkv_bias"),
+            w.get("q_norm"),
+            w.get("k_norm"),
         )
+        normed = self._normed(x, "input_layernorm")
         rotary, pages = (attention.head_dim, cos, sin), (k_pages, v_pages)
-        arguments = x, weights, self.eps, *rotary, *pages, batch.slot_mapping
+        arguments = normed, weights, self.eps, *rotary, *pages, batch.slot_mapping
         gates = None
         if attention.output_gate:
             q, gates = gated_qkv(*arguments)
         else:
-            q = qkv(*arguments, attention.clip, attention.interleaved)
+            norm_after_rotary = attention.qk_norm == "rotated"
+            q = qkv(*arguments, attention.clip, attention.interleaved, norm_after_rotary)
         attended = paged_attention(
             q,
             *pages,
@@ -104,25 +111,38 @@ class DecoderLayer:
                 shared = w["shared_gate_up_proj"], w["shared_down_proj"]
                 add_mlp(added, normed, *shared, gate=w.get("shared_gate"))
         else:
-            normed = rms_norm(x, w["post_attention_layernorm"], self.eps)
+            name = "post_attention_layernorm"
+            is_rms = self.spec.norm == "before"
+            normed = rms_norm(x, w[name], self.eps) if is_rms else self._normed(x, name)
             add_mlp(added, normed, w["gate_up_proj"], w["down_proj"], *biases)
-        self._join(x, added)
+        self._join(x, added, "post_feedforward_layernorm")
+
+    def _normed(self, x: Array, name: str) -> Array:
+        """What a block reads, but for an RMS norm before it, which is part of its first op."""
+        w = self.weights
+        if self.spec.norm == "layer":
+            return layer_norm(x, w[name], w[f"{name}_bias"], self.eps)
+        return x
 
     def _added(self, x: Array) -> Array:
         """What a block adds its output to: the residual stream itself, or zeros."""
-        return x if self.spec.residual_scale == 1 else np.zeros_like(x)
+        is_plain = self.spec.residual_scale == 1 and self.spec.norm != "after"
+        return x if is_plain else np.zeros_like(x)
 
-    def _join(self, x: Array, added: Array) -> None:
-        """x += the scaled output of a block that did not add to x itself."""
-        if added is not x:
-            x += np.float32(self.spec.residual_scale) * added
+    def _join(self, x: Array, added: Array, norm: str) -> None:
+        """x += the normed and scaled output of a block that did not add to x itself."""
+        if added is x:
+            return
+        if self.spec.norm == "after":
+            added = rms_norm(added, self.weights[norm], self.eps)
+        x += np.float32(self.spec.residual_scale) * added
 
     def _route(self, x: Array, router: RouterSpec) -> tuple[Array, Array, Array]:
         """Normed x `[T, H]`, topk_weights and topk_ids `[T, K]`."""
-        w = self.weights
+        w, norm = self.weights, "post_attention_layernorm"
         return route(
-            x,
-            w["post_attention_layernorm"],
+            self._normed(x, norm),
+            w[norm] if self.spec.norm == "before" else None,
             self.eps,
             w["router"],
             router.top_k,
@@ -164,6 +184,10 @@ class CausalLM:
         for layer, own in zip(self.layers, cache, strict=True):
             layer.forward(x, batch, cos, sin, own)
         rows = np.ascontiguousarray(x[batch.logits_rows])
-        logits = lm_head(rows, self.weights["norm"], self.spec.eps, self.weights["lm_head"])
+        w, eps = self.weights, self.spec.eps
+        norm = w["norm"]
+        if self.spec.layer_norm:
+            rows, norm = layer_norm(rows, norm, w["norm_bias"], eps), None
+        logits = lm_head(rows, norm, eps, w["lm_head"], w.get("lm_head_bias"))
         logits *= np.float32(self.spec.logits_scale)
         return logits

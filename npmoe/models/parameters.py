@@ -61,7 +61,7 @@ class TensorNames:
 
     `fused` are tensors, in the layer, that hold all experts' gate_up and down, in `fused_layout`
     and with gate and up rows alternating where `interleaved`; `expert` is None where there are no
-    others. `shared_fused` are the same for the shared expert.
+    others. `shared_fused` are the same for the shared expert. `qk_norms` are in the attention.
 
     `delta_grouped`: a linear attention layer has its projections in two tensors, grouped by key
     heads, and not in four.
@@ -74,6 +74,7 @@ class TensorNames:
     fused_layout: str = "rows"
     interleaved: bool = False
     shared_fused: tuple[str, str] | None = None
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
     selection_bias: str = "gate.e_score_correction_bias"
     selection_bias_row: bool = False
     shared: str = "shared_experts"
@@ -92,8 +93,30 @@ def decoder_parameters(spec: ModelSpec, names: TensorNames) -> list[Parameter]:
     for i in range(len(spec.layers)):
         found += _layer_parameters(spec, i, names)
     found.append(_single("norm", VECTOR, (hidden,), f"{names.model}.norm.weight"))
+    if spec.layer_norm:
+        found.append(_single("norm_bias", VECTOR, (hidden,), f"{names.model}.norm.bias"))
     head = table if spec.tied else "lm_head.weight"
     found.append(_single("lm_head", "lm_head", (spec.vocab_size, hidden), head))
+    if spec.head_bias:
+        found.append(_single("lm_head_bias", VECTOR, (spec.vocab_size,), "lm_head.bias"))
+    return found
+
+
+NORMS = {
+    "before": ("input_layernorm", "post_attention_layernorm"),
+    "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "layer": ("input_layernorm", "post_attention_layernorm"),
+}
+"""LayerSpec.norm -> the norms of attention and MLP."""
+
+
+def _norm_parameters(norm: str, hidden: int, ours: str, theirs: str) -> list[Parameter]:
+    found = []
+    for name in NORMS[norm]:
+        found.append(_single(f"{ours}{name}", VECTOR, (hidden,), f"{theirs}{name}.weight"))
+        if norm == "layer":
+            bias = f"{theirs}{name}.bias"
+            found.append(_single(f"{ours}{name}_bias", VECTOR, (hidden,), bias))
     return found
 
 
@@ -104,14 +127,11 @@ def _single(name: str, part: str, shape: tuple[int, ...], source: str) -> Parame
 def _layer_parameters(spec: ModelSpec, i: int, names: TensorNames) -> list[Parameter]:
     attention, mlp, hidden = spec.layers[i].attention, spec.layers[i].mlp, spec.hidden_size
     ours, theirs = f"layers.{i}.", f"{names.model}.layers.{i}."
-    found = [
-        _single(f"{ours}{norm}", VECTOR, (hidden,), f"{theirs}{norm}.weight")
-        for norm in ("input_layernorm", "post_attention_layernorm")
-    ]
+    found = _norm_parameters(spec.layers[i].norm, hidden, ours, theirs)
     if isinstance(attention, DeltaNetSpec):
         found += _delta_parameters(attention, hidden, ours, f"{theirs}linear_attn.", names)
     else:
-        found += _attention_parameters(attention, hidden, ours, theirs)
+        found += _attention_parameters(attention, hidden, ours, theirs, names)
     if isinstance(mlp, ExpertSpec):
         block = f"{theirs}{names.moe}."
         return found + _expert_parameters(mlp, hidden, ours, block, theirs, names)
@@ -119,7 +139,7 @@ def _layer_parameters(spec: ModelSpec, i: int, names: TensorNames) -> list[Param
 
 
 def _attention_parameters(
-    attention: AttentionSpec, hidden: int, ours: str, theirs: str
+    attention: AttentionSpec, hidden: int, ours: str, theirs: str, names: TensorNames
 ) -> list[Parameter]:
     q = attention.num_heads * attention.head_dim
     q_rows = 2 * q if attention.output_gate else q
@@ -138,12 +158,11 @@ def _attention_parameters(
     if attention.output_bias:
         found.append(_single(f"{ours}o_bias", VECTOR, (hidden,), f"{o_proj}.bias"))
     if attention.qk_norm != "none":
-        per_head = attention.qk_norm == "head"
-        for which, width in (("q_norm", q), ("k_norm", kv)):
+        per_head = attention.qk_norm != "projection"
+        for which, width, name in (("q", q, names.qk_norms[0]), ("k", kv, names.qk_norms[1])):
             shape = (attention.head_dim if per_head else width,)
-            found.append(
-                _single(f"{ours}{which}", VECTOR, shape, f"{theirs}self_attn.{which}.weight")
-            )
+            source = f"{theirs}self_attn.{name}.weight"
+            found.append(_single(f"{ours}{which}_norm", VECTOR, shape, source))
     if attention.sinks:
         sinks = f"{theirs}self_attn.sinks"
         found.append(_single(f"{ours}sinks", VECTOR, (attention.num_heads,), sinks))

@@ -12,7 +12,8 @@ from npmoe.ops.route import BEST_OF_ALL, TopKRule
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """qk_norm: "none", "head" (one norm per head) or "projection" (one over all heads).
+    """qk_norm: "none", "head" (one norm per head), "rotated" (the same, after rotary) or
+    "projection" (one over all heads).
 
     window: keys a query sees, itself included; None = all. clip bounds q, k and v.
     scale multiplies q . k. qkv_bias: of q, k and v; output_bias: of the output projection.
@@ -126,11 +127,15 @@ class ExpertSpec:
 @dataclass(frozen=True)
 class LayerSpec:
     """One decoder layer: attention of either kind, then a dense MLP or routed experts, each added
-    to the residual stream times residual_scale."""
+    to the residual stream times residual_scale.
+
+    norm: an RMS norm "before" each of the two or "after" it, or a "layer" norm, with bias, before.
+    """
 
     attention: AttentionSpec | DeltaNetSpec
     mlp: MLPSpec | ExpertSpec
     residual_scale: float = 1.0
+    norm: str = "before"
 
     def with_attention(self, **changes: Any) -> "LayerSpec":
         """The layer with fields of its AttentionSpec changed."""
@@ -142,8 +147,9 @@ class LayerSpec:
 class ModelSpec:
     """A whole decoder-only model with attention in one layer at least.
 
-    embedding_scale and logits_scale multiply its two ends. left_out: beginnings of the names of
-    checkpoint tensors that are no part of it, such as a vision tower.
+    embedding_scale and logits_scale multiply its two ends. layer_norm: the last norm is one, with
+    bias. head_bias: of the logits. left_out: beginnings of the names of checkpoint tensors that are
+    no part of it, such as a vision tower.
     """
 
     hidden_size: int
@@ -155,6 +161,8 @@ class ModelSpec:
     tied: bool
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
+    layer_norm: bool = False
+    head_bias: bool = False
     left_out: tuple[str, ...] = ()
 
     @property

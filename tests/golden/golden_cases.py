@@ -66,6 +66,15 @@ GRANITE = BASE | MOE | {
 GRANITE_OTHERS: dict[str, list[Any]] = {
     "embedding_multiplier": [1.0], "attention_multiplier": [0.25], "residual_multiplier": [1.0],
     "logits_scaling": [1.0]}
+PHIMOE = BASE | MOE | {
+    "architectures": ["PhimoeForCausalLM"], "model_type": "phimoe", "intermediate_size": 32,
+    "num_local_experts": 8, "router_jitter_noise": 0.2, "input_jitter_noise": 0.01}
+HUNYUAN = BASE | {
+    "architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe",
+    "intermediate_size": 32, "num_experts": 8, "attention_bias": False, "pad_token_id": 0}
+FLEX_OLMO = BASE | MOE | {
+    "architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo", "intermediate_size": 32,
+    "num_experts": 8, "norm_topk_prob": False, "attention_bias": False, "pad_token_id": 0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 QWEN3_NEXT = BASE | MOE | {
     "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "head_dim": 32,
@@ -200,6 +209,32 @@ CASES: dict[str, Config] = {
         "model_type": "granitemoeshared", "architectures": ["GraniteMoeSharedForCausalLM"],
         "shared_intermediate_size": 16, "num_key_value_heads": 1, "num_experts_per_tok": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "phimoe": PHIMOE | {
+        "attention_bias": True, "lm_head_bias": True, "sliding_window": 20, "head_dim": 16,
+        "max_position_embeddings": 512, "original_max_position_embeddings": 256,
+        "rope_theta": 20000.0, "hidden_dropout": 0.0, "rope_scaling": {
+            "type": "longrope", "short_mscale": 1.25, "long_mscale": 1.25,
+            "original_max_position_embeddings": 256,
+            "short_factor": [round(1.0 + 0.1 * i, 2) for i in range(8)],
+            "long_factor": [round(1.0 + 0.1 * i, 2) for i in range(8)]}},
+    "phimoe_v5": v5(PHIMOE) | {
+        "attention_bias": False, "lm_head_bias": False, "sliding_window": None,
+        "num_key_value_heads": 1, "num_local_experts": 4, "router_jitter_noise": 0.05,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "hunyuan_v1_moe": HUNYUAN | {
+        "attention_bias": True, "moe_topk": [3, 3], "num_shared_expert": [1, 1], "head_dim": 32,
+        "moe_intermediate_size": [32, 32], "use_qk_norm": True, "use_mixed_mlp_moe": True,
+        "use_cla": False, "cla_share_factor": 2, "moe_layer_num_skipped": 0, "rope_theta": 10000.0,
+        "eod_token_id": 3, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
+    "hunyuan_v1_moe_v5": v5(HUNYUAN) | {
+        "moe_topk": 2, "eod_token_id": 3, "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
+    "flex_olmo": FLEX_OLMO | {
+        "attention_bias": True, "num_experts_per_tok": 3, "rope_theta": 20000.0,
+        "rope_scaling": None},
+    "flex_olmo_v5": v5(FLEX_OLMO) | {
+        "norm_topk_prob": True, "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "qwen3_next": QWEN3_NEXT | {
         "num_hidden_layers": 3, "full_attention_interval": 2, "decoder_sparse_step": 1,
         "mlp_only_layers": [1], "norm_topk_prob": True, "partial_rotary_factor": 0.25,
@@ -287,6 +322,16 @@ OTHERS: dict[str, dict[str, list[Any]]] = {
     "granitemoe": GRANITE_OTHERS | {"attention_bias": [False], "num_experts_per_tok": [2]},
     "granitemoeshared": GRANITE_OTHERS | {"shared_intermediate_size": [0]},
     "granitemoeshared_v5": GRANITE_OTHERS,
+    "phimoe": {"router_jitter_noise": [0.1], "attention_bias": [False], "lm_head_bias": [False],
+               "sliding_window": [None, 19, 21], "rope_scaling.short_mscale": [1.0],
+               "rope_scaling.short_factor": [[1.0] * 8]},
+    "phimoe_v5": {"router_jitter_noise": [0.1], "rope_parameters.rope_theta": [1e6]},
+    "hunyuan_v1_moe": {"moe_topk": [2, 4], "attention_bias": [False],
+                       "rope_scaling.alpha": [10.0]},
+    "hunyuan_v1_moe_v5": {"moe_topk": [1, 3], "rope_parameters.rope_theta": [1e4]},
+    # The norm after flex_olmo's experts undoes what norm_topk_prob does.
+    "flex_olmo": {"num_experts_per_tok": [2], "attention_bias": [False], "rope_theta": [1e4]},
+    "flex_olmo_v5": {"num_experts_per_tok": [1, 3], "rope_parameters.rope_theta": [1e5]},
     "qwen3_next": {"norm_topk_prob": [False], "num_experts_per_tok": [2, 4], "rope_theta": [1e6],
                    "partial_rotary_factor": [0.5, 1.0], "rms_norm_eps": [1e-3]},
     "qwen3_next_v5": {"norm_topk_prob": [True], "attention_bias": [False],

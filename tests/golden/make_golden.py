@@ -80,8 +80,9 @@ def fill(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Random weights, rounded to bf16, that make attention and routers far from uniform."""
     norms_from_one = model.config.model_type.startswith(("qwen3_next", "qwen3_5"))
     embedding_std = 0.3 if model.config.tie_word_embeddings or norms_from_one else 0.05
+    embedding_std = 1.0 if model.config.model_type == "flex_olmo" else embedding_std
     for name, weight in tensors(model):
-        if "norm" in name:
+        if name.endswith("norm.weight"):
             weight.data.uniform_(0.5, 1.5, generator=generator)
             if norms_from_one and "linear_attn" not in name:
                 weight.data -= 1
@@ -218,7 +219,7 @@ def check_features(name: str, folder: Path, ids: torch.Tensor, want: torch.Tenso
         parts = weight.data if weight.dim() == 3 and "experts" in tensor else [weight.data]
         for index, part in enumerate(parts):
             kept = part.clone()
-            part.fill_(1.0 if "norm" in tensor else 0.0)
+            part.fill_(1.0 if tensor.endswith("norm.weight") else 0.0)
             effects[f"{tensor}[{index}]"] = effect(model, ids, want)
             part.copy_(kept)
     weakest = sorted(effects, key=effects.__getitem__)[:4]

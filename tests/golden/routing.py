@@ -56,5 +56,19 @@ def gap_of(config: object, logits: torch.Tensor, bias: torch.Tensor | None) -> f
         is_best = torch.zeros_like(scores, dtype=torch.bool)
         is_best.scatter_(1, best.indices[:, :-1], True)
         keys = members.masked_fill(~is_best[..., None], -math.inf).flatten(1)
-    top = keys.topk(config.num_experts_per_tok + 1).values
+    if config.model_type == "phimoe":
+        gap = 100 * sparsemixer_gap(logits, config.router_jitter_noise)
+    k = config.num_experts_per_tok
+    top = keys.topk((k if isinstance(k, int) else k[0]) + 1).values
     return min(gap, float((top[:, -2] - top[:, -1]).min()))
+
+
+def sparsemixer_gap(logits: torch.Tensor, jitter: float) -> float:
+    """How near the relative distance of a logit to the best one comes to 2 jitter, in two rounds;
+    the best two must be apart, too, since their order decides the weights."""
+    top = logits.topk(2).values
+    gap = float((top[:, 0] - top[:, 1]).min())
+    for best in (top[:, :1], top[:, 1:]):
+        distance = (best - logits) / logits.abs().clamp(min=best)
+        gap = min(gap, float((distance - 2 * jitter).abs().min()))
+    return gap

@@ -47,6 +47,7 @@ def test_what_the_kernels_know() -> None:
         ({"clip": 1.0}, "clipped q, k and v"),
         ({"interleaved": True}, "interleaved rotary"),
         ({"qk_norm": "projection"}, "a q/k norm over the projection"),
+        ({"qk_norm": "rotated"}, "a q/k norm after rotary"),
         ({"head_dim": 96}, "head_dim 96"),
         ({"num_heads": 24}, "more than 8 query heads"),
     ],
@@ -80,10 +81,13 @@ def test_mlp(mlp: Any, words: str) -> None:
     [
         ({"embedding_scale": 2.0}, "scaled embeddings or logits"),
         ({"logits_scale": 0.5}, "scaled embeddings or logits"),
+        ({"layer_norm": True}, "a layer norm or a bias before the logits"),
+        ({"head_bias": True}, "a layer norm or a bias before the logits"),
         ({"layers": (LayerSpec(ATTENTION, EXPERTS, residual_scale=0.5),)}, "a scaled residual"),
+        ({"layers": (LayerSpec(ATTENTION, EXPERTS, norm="after"),)}, "norm = 'after'"),
     ],
 )
-def test_scales(change: dict[str, Any], words: str) -> None:
+def test_scales_and_norms(change: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"no decode kernel yet for {words}"):
         check_decode_spec(replace(model(), **change))
 
@@ -91,8 +95,9 @@ def test_scales(change: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("dots1", "ernie4_5_moe", "glm4_moe", "gpt_oss", "gpt_oss_v5", "granitemoe"),
-        *("granitemoeshared", "minimax_m2", "mistral", "qwen2", "qwen2_moe"),
+        *("dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe", "gpt_oss", "gpt_oss_v5", "granitemoe"),
+        *("granitemoeshared", "hunyuan_v1_moe", "minimax_m2", "mistral", "phimoe"),
+        *("qwen2", "qwen2_moe"),
     ],
 )
 def test_families_without_kernels(name: str) -> None:

@@ -1,6 +1,7 @@
 """Families with selection biases, shared experts and scales: names, defaults, what is refused."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from npmoe.ops.route import TopKRule
 from tests.golden.golden_cases import CASES, without
 from tests.helpers import GOLDEN, golden_arrays, golden_model, logits_in_chunks, relative_error
 
+UNEQUAL = CASES["phimoe"]["rope_scaling"] | {"short_mscale": 1.0, "long_mscale": 1.5}
 Change = Callable[[dict[str, np.ndarray]], Any]
 
 
@@ -96,6 +98,20 @@ def test_absent_keys() -> None:
     assert windows == [20, None, 20]
 
 
+def test_longrope_of_phimoe_keeps_both_tables_and_one_factor() -> None:
+    scaling = CASES["phimoe"]["rope_scaling"] | {"long_factor": [2.0] * 8}
+    spec = spec_of("phimoe", rope_scaling=scaling)
+    assert (spec.rope.rope_type, spec.rope.attention_factor) == ("longrope", 1.25)
+    assert spec.rope.long_factor == (2.0,) * 8
+    assert spec.longrope_switch == 256
+
+
+def test_alpha_of_hunyuan_stretches_theta() -> None:
+    rope = spec_of("hunyuan_v1_moe", rope_scaling={"type": "dynamic", "alpha": 8.0}).rope
+    assert (rope.rope_type, rope.factor) == ("default", None)
+    assert rope.rope_theta == pytest.approx(10000 * 8 ** (32 / 30))
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
@@ -113,13 +129,21 @@ def test_absent_keys() -> None:
         ("minimax_m2", {"attn_type_list": [0, 1]}, "attn_type_list"),
         ("minimax_m2", {"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta"),
         ("minimax_m2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok = 3"),
+        ("phimoe", {"rope_scaling": UNEQUAL}, "short_mscale = 1.0 with long_mscale = 1.5"),
+        ("hunyuan_v1_moe", {"moe_topk": [3, 2]}, "moe_topk = [3, 2]"),
+        ("hunyuan_v1_moe", {"num_shared_expert": [1, 2]}, "num_shared_expert = [1, 2]"),
+        ("hunyuan_v1_moe", {"use_cla": True}, "use_cla"),
+        ("hunyuan_v1_moe", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ("hunyuan_v1_moe", {"rope_scaling": {"type": "yarn", "alpha": 2.0}}, "rope_scaling"),
+        ("flex_olmo", {"clip_qkv": 1.0}, "clip_qkv"),
         ("granitemoe", {"residual_multiplier": -1}, "residual_multiplier"),
         ("qwen2_moe", {"mlp_only_layers": 1}, "mlp_only_layers"),
         ("qwen2_moe", {"something_new": 1}, "something_new"),
     ],
 )
 def test_what_is_not_implemented_is_named(name: str, changes: dict, words: str) -> None:
-    with pytest.raises(UnsupportedModel, match=words.replace("[", r"\[")):
+    with pytest.raises(UnsupportedModel, match=re.escape(words)):
         spec_of(name, **changes)
 
 
@@ -179,7 +203,11 @@ def test_a_missing_selection_bias_is_named(make: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["glm4_moe", "ernie4_5_moe", "minimax_m2", "qwen2_moe", "granitemoeshared"]
+    "name",
+    [
+        *("glm4_moe", "ernie4_5_moe", "minimax_m2", "qwen2_moe", "granitemoeshared"),
+        *("phimoe", "hunyuan_v1_moe", "flex_olmo"),
+    ],
 )
 def test_converted_checkpoints_give_the_same_logits(name: str, tmp_path: Path) -> None:
     convert_checkpoint(GOLDEN / name, tmp_path / "converted", {}, quiet=True)
