@@ -75,7 +75,7 @@ def stamped_step(
     weights = weights_of(subject, options.weights, "cuda", options.quiet)
     setup = GpuSetup.make(subject.spec, weights, kv, options.batch, size, options.context)
     modules = stamped_modules()
-    cache, table = setup.cache.layers, setup.block_table
+    cache, table = setup.cache.pages, setup.block_table
     step = DecodeStep(subject.spec, weights, cache, table, tuning=Tuning(splits))
     step = step.for_context(options.context)
     graph = Graph(step.enqueue)

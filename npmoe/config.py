@@ -54,7 +54,13 @@ class ConfigReader:
     def __init__(self, raw: dict[str, Any], where: str, ignored: tuple[str, ...] = ()) -> None:
         self.raw = raw
         self.where = where
+        self._ignored = ignored
         self._seen = set(NEUTRAL_KEYS) | set(ignored)
+
+    def inner(self, name: str, raw: dict[str, Any]) -> "ConfigReader":
+        """A reader of an object inside this config, under the same name and with what the user
+        ignores."""
+        return ConfigReader(raw, f"{self.where}: {name}", self._ignored)
 
     def take(self, *names: str, default: Any = ...) -> Any:
         """The value of the first of `names` that is present and not null, else `default`."""
@@ -258,6 +264,12 @@ class ModelConfig:
     quant_method: str | None = None
     router_jitter_noise: float = 0.0
     lm_head_bias: bool = False
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
+    layer_is_linear: tuple[bool, ...] = ()
     layer_is_moe: tuple[bool, ...] = ()
     layer_windows: tuple[int | None, ...] = ()
     bos_token_id: int | None = None
@@ -294,6 +306,7 @@ def read_common(reader: ConfigReader, **family: Any) -> ModelConfig:
         "head_dim": reader.take_int("head_dim", default=hidden // heads),
         "max_position_embeddings": reader.take_int("max_position_embeddings"),
         "tie_word_embeddings": bool(reader.take("tie_word_embeddings", default=False)),
+        "layer_is_linear": (False,) * layers,
         "layer_is_moe": (False,) * layers,
         "layer_windows": (None,) * layers,
         "bos_token_id": next(iter(token_ids(bos, reader.where)), None),
@@ -362,6 +375,19 @@ def _check_config(config: ModelConfig, where: str) -> None:
         )
     if any(config.layer_is_moe):
         _check_groups(config, where)
+    if any(config.layer_is_linear):
+        _check_linear_layers(config, where)
+
+
+def _check_linear_layers(config: ModelConfig, where: str) -> None:
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if values % keys:
+        raise UnsupportedModel(
+            f"{where}: linear_num_value_heads = {values} is not a multiple of "
+            f"linear_num_key_heads = {keys}"
+        )
+    if all(config.layer_is_linear):
+        raise UnsupportedModel(f"{where}: layer_types has no 'full_attention' layer")
 
 
 def _check_groups(config: ModelConfig, where: str) -> None:

@@ -29,12 +29,12 @@ from npmoe.errors import (
     UnsupportedModel,
 )
 from npmoe.kv.pages import PageAllocator
-from npmoe.kv.storage import KVCache, check_kv_format, kv_bytes_per_token
+from npmoe.kv.storage import check_kv_format
+from npmoe.models.cache import ModelCache, num_state_slots, token_bytes
 from npmoe.models.gpu import GpuModel, check_gpu_support
 from npmoe.models.layers import CausalLM
 from npmoe.models.loader import load_model
 from npmoe.models.memory import check_memory
-from npmoe.models.specs import ModelSpec
 from npmoe.models.stored import open_model, stored_formats
 from npmoe.ops.linear import FEW_TOKENS
 from npmoe.runtime.device import free_memory, resolve_device
@@ -160,26 +160,27 @@ class LLM:
         notice.start()
         try:
             for count in (1, FEW_TOKENS + 1):
-                cache = _make_cache(self.spec, 1, FEW_TOKENS + 1, options.kv_cache, self.device)
+                cache = ModelCache(self.spec, 1, FEW_TOKENS + 1, options.kv_cache)
                 span = np.arange(count, dtype=np.int32)
                 ends, length = np.array([0, count], np.int32), np.array([count], np.int32)
                 table, last = np.zeros((1, 1), np.int32), span[-1:]
                 variant = None if self.spec.longrope_switch is None else span * 0
                 ids = span % self.config.vocab_size
-                batch = Batch(ids, span, span, ends, length, table, last, variant)
+                slots = None if self.spec.delta_net is None else table[0]
+                batch = Batch(ids, span, span, ends, length, table, last, variant, slots)
                 model.forward(batch, cache.layers)
         finally:
             notice.cancel()
 
     def _make_engine(self, model: CausalLM | GpuModel, options: EngineConfig) -> Engine:
         spec, kv, size = self.spec, options.kv_cache, options.page_size
-        token_bytes = len(spec.layers) * kv_bytes_per_token(kv, spec.num_kv_heads, spec.head_dim)
-        free = free_memory(self.device)
-        fitting = int(options.memory_fraction * free / (token_bytes * size))
+        per_token, slots = token_bytes(spec, kv), num_state_slots(options.max_num_seqs)
+        free = free_memory(self.device) - slots * spec.state_bytes
+        fitting = max(0, int(options.memory_fraction * free / (per_token * size)))
         wanted = options.max_seq_len or self.config.max_position_embeddings
         if fitting * size < wanted and (options.max_seq_len is not None or fitting == 0):
             raise OutOfMemory(
-                f"max_seq_len = {wanted} needs {gigabytes(wanted * token_bytes)} of KV cache; "
+                f"max_seq_len = {wanted} needs {gigabytes(wanted * per_token)} of KV cache; "
                 f"memory_fraction = {options.memory_fraction:g} of the {gigabytes(free)} free "
                 f"holds {fitting * size} tokens. Lower max_seq_len, choose a smaller kv_cache "
                 "format, or raise memory_fraction."
@@ -188,9 +189,9 @@ class LLM:
         pages_each = math.ceil(self.max_seq_len / size)
         num_pages = min(options.max_num_seqs * pages_each, fitting)
         scratch_pages = 1 if isinstance(model, GpuModel) else 0
-        cache = _make_cache(spec, num_pages + scratch_pages, size, kv, self.device)
+        cache = ModelCache(spec, num_pages + scratch_pages, size, kv, slots, self.device)
         if isinstance(model, GpuModel):
-            model.bind(cache.layers, pages_each, options.max_num_seqs, self._nvtx)
+            model.bind(cache.pages, pages_each, options.max_num_seqs, self._nvtx)
         short = "" if self.max_seq_len == wanted else f" (the model allows {wanted:,})"
         say(
             f"context {self.max_seq_len:,} tokens{short}, KV cache {kv.key_format}/"
@@ -202,6 +203,7 @@ class LLM:
             options.max_num_seqs,
             options.prefill_chunk,
             spec.longrope_switch,
+            spec.delta_net is not None,
         )
         end_ids = {*self.config.eos_token_ids, *self._generation_end_ids}
         runner = Runner(model, cache, size)
@@ -355,11 +357,3 @@ def _is_ids(prompt: Any) -> bool:
     if not isinstance(prompt, Sequence | np.ndarray):
         raise PromptError(f"prompt {prompt!r}: expected text, token ids, or a list of prompts")
     return len(prompt) > 0 and isinstance(prompt[0], int | np.integer)
-
-
-def _make_cache(
-    spec: ModelSpec, num_pages: int, page_size: int, kv: KVCacheConfig, device: str
-) -> KVCache:
-    return KVCache(
-        len(spec.layers), num_pages, page_size, spec.num_kv_heads, spec.head_dim, kv, device
-    )

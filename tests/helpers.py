@@ -11,6 +11,7 @@ import pytest
 from npmoe.batch import Batch
 from npmoe.config import KVCacheConfig
 from npmoe.kv.storage import KVCache
+from npmoe.models.cache import ModelCache
 from npmoe.models.layers import CausalLM
 from npmoe.models.loader import load_model
 from npmoe.models.stored import open_model
@@ -18,6 +19,7 @@ from npmoe.ops.quantize import KVPages
 
 GOLDEN = Path(__file__).parent / "golden"
 PAGE_SIZE = 16
+SLOTS = 5
 
 
 def by_name(cases: Any) -> Any:
@@ -96,11 +98,9 @@ class Session:
         spec = model.spec
         group_size = 32 if spec.head_dim % 32 == 0 else 16
         config = KVCacheConfig(kv, kv, group_size)
-        heads = spec.num_kv_heads
         self.model = model
-        self.cache = KVCache(
-            len(spec.layers), num_pages, PAGE_SIZE, heads, spec.head_dim, config
-        ).layers
+        self.cache = ModelCache(spec, num_pages, PAGE_SIZE, config, num_slots=SLOTS).layers
+        self._slots: dict[str, int] = {}
         self._free = [int(page) for page in np.random.default_rng(1).permutation(num_pages)]
         self._pages: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
@@ -108,6 +108,8 @@ class Session:
     def step(self, long_rope: bool = True, **new: np.ndarray) -> dict[str, np.ndarray]:
         """Feeds token ids to the named sequences in one batch; logits of every token by name."""
         counts = [len(ids) for ids in new.values()]
+        for name in new:
+            self._slots.setdefault(name, SLOTS - 1 - len(self._slots))
         positions, slots, tables, lengths = [], [], [], []
         for name, ids in new.items():
             start = self._lengths.get(name, 0)
@@ -133,6 +135,7 @@ class Session:
             block_table=_int32([t + [0] * (widest - len(t)) for t in tables]),
             logits_rows=np.arange(total, dtype=np.int32),
             rope_variant=np.full(total, int(long_rope), np.int32) if has_variants else None,
+            state_slots=_int32([self._slots[name] for name in new]),
         )
         logits = self.model.forward(batch, self.cache)
         return dict(zip(new, np.split(logits, edges[1:-1]), strict=True))

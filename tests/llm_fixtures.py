@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 import npmoe
 import npmoe.llm
 from npmoe.engine.runner import Runner
-from npmoe.kv.storage import KVCache
+from npmoe.models.cache import ModelCache
 from npmoe.models.layers import CausalLM
 from tests.engine.self_decoding import SelfDecoding
 
@@ -31,7 +31,7 @@ def load(path: Path, **options: Any) -> npmoe.LLM:
 def load_self_decoding(path: Path, late: bool, **options: Any) -> npmoe.LLM:
     """The same, with a model that decodes by itself; late: a step runs when it is waited for."""
 
-    def runner(model: CausalLM, cache: KVCache, page_size: int) -> Runner:
+    def runner(model: CausalLM, cache: ModelCache, page_size: int) -> Runner:
         return Runner(SelfDecoding(model, cache.layers, page_size, late), cache, page_size)
 
     with patch.object(npmoe.llm, "Runner", runner):

@@ -49,7 +49,7 @@ def kernel_times(
     setup = GpuSetup.make(
         *(spec, weights, options.kv_cache, batch, options.page_size, options.context)
     )
-    step = DecodeStep(spec, weights, setup.cache.layers, setup.block_table)
+    step = DecodeStep(spec, weights, setup.cache.pages, setup.block_table)
     step = step.for_context(options.context)
     whole = Graph(step.enqueue)  # routing and lengths as in a step
     with whole.stream:

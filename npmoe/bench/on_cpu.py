@@ -9,7 +9,7 @@ from npmoe.batch import Batch
 from npmoe.bench.random_model import random_cache
 from npmoe.bench.timing import call_ms
 from npmoe.config import KVCacheConfig
-from npmoe.kv.storage import KVCache
+from npmoe.models.cache import ModelCache
 from npmoe.models.layers import CausalLM
 from npmoe.models.specs import ModelSpec
 from npmoe.ops.sample import sample_ref
@@ -26,7 +26,7 @@ def cpu_setup(
     batch: int,
     page_size: int,
     context: int,
-) -> tuple[CausalLM, KVCache, Batch]:
+) -> tuple[CausalLM, ModelCache, Batch]:
     """The model, a filled cache, and one token a sequence, the `context`-th of each."""
     pages = -(-context // page_size)
     cache = random_cache(spec, kv, batch * pages, page_size, "cpu")
@@ -41,7 +41,7 @@ def cpu_setup(
     return CausalLM(spec, weights), cache, new
 
 
-def step_ms(model: CausalLM, cache: KVCache, batch: Batch) -> dict[str, float]:
+def step_ms(model: CausalLM, cache: ModelCache, batch: Batch) -> dict[str, float]:
     """Way of choosing the next token -> median milliseconds of a step."""
 
     def step(params: SamplingParams) -> list[int]:

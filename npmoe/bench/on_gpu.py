@@ -15,7 +15,7 @@ from npmoe.engine.engine import Engine
 from npmoe.engine.runner import Runner
 from npmoe.engine.scheduler import Scheduler
 from npmoe.kv.pages import PageAllocator
-from npmoe.kv.storage import KVCache
+from npmoe.models.cache import ModelCache
 from npmoe.models.decode import DecodeStep
 from npmoe.models.gpu import GpuModel
 from npmoe.models.specs import ModelSpec
@@ -34,7 +34,7 @@ class GpuSetup:
 
     spec: ModelSpec
     weights: dict[str, Any]
-    cache: KVCache
+    cache: ModelCache
     block_table: Array
 
     @classmethod
@@ -67,7 +67,7 @@ def pages_for(spec: ModelSpec, context: int, page_size: int) -> int:
 def sampled_steps(setup: GpuSetup, context: int) -> dict[str, DecodeStep]:
     """Way of choosing the next token on the device -> a decode step that ends with it, as it is
     for sequences of `context` tokens."""
-    args = setup.spec, setup.weights, setup.cache.layers, setup.block_table
+    args = setup.spec, setup.weights, setup.cache.pages, setup.block_table
     greedy = DecodeStep(*args).for_context(context)
     top_p = greedy.with_sampler(Sampler(setup.batch, setup.spec.vocab_size))
     assert top_p.sampler is not None
@@ -116,11 +116,11 @@ def _gap_pages(spec: ModelSpec, page_size: int) -> int:
 def _engine_ms(setup: GpuSetup) -> float:
     """Milliseconds of an engine step in which every sequence gets one token."""
     spec, batch, prompt = setup.spec, setup.batch, _gap_prompt(setup.spec)
-    size = setup.cache.layers[0][0].page_size
+    size = setup.cache.pages[0][0].page_size
     pages = _gap_pages(spec, size)
     cache = random_cache(spec, setup.cache.config, batch * pages + 1, size, "cuda")
     model = GpuModel(spec, setup.weights)
-    model.bind(cache.layers, pages, batch)
+    model.bind(cache.pages, pages, batch)
     scheduler = Scheduler(PageAllocator(batch * pages, size), batch, batch * prompt)
     engine = Engine(Runner(model, cache, size), scheduler, None, frozenset(), pages * size)
     tokens = GAP_WARM_UP + GAP_STEPS

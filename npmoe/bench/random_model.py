@@ -8,7 +8,7 @@ import numpy as np
 from npmoe.config import KVCacheConfig
 from npmoe.dtypes import Array, array_namespace
 from npmoe.formats.quant_tensor import QuantTensor, concatenate_rows, quantize
-from npmoe.kv.storage import KVCache
+from npmoe.models.cache import ModelCache
 from npmoe.models.conversion import cannot_be
 from npmoe.models.gpu import prepare_for_gpu
 from npmoe.models.parameters import TABLE, VECTOR, Parameter
@@ -84,13 +84,12 @@ def _copies(w: QuantTensor, count: int) -> QuantTensor:
 
 def random_cache(
     spec: ModelSpec, kv: KVCacheConfig, num_pages: int, page_size: int, device: str
-) -> KVCache:
+) -> ModelCache:
     """A cache in which every page of a layer holds the same random keys and values."""
     heads, head_dim = spec.num_kv_heads, spec.head_dim
-    sizes = page_size, heads, head_dim, kv
-    cache = KVCache(len(spec.layers), num_pages, *sizes, device)
+    cache = ModelCache(spec, num_pages, page_size, kv, device=device)
     rng, slots = np.random.default_rng(1), np.arange(page_size, dtype=np.int32)
-    for layer, page in zip(cache.layers, KVCache(len(spec.layers), 1, *sizes).layers, strict=True):
+    for layer, page in zip(cache.pages, ModelCache(spec, 1, page_size, kv).pages, strict=True):
         for many, one in zip(layer, page, strict=True):
             values = rng.standard_normal((page_size, heads, head_dim), dtype=np.float32)
             write_kv_pages(one, values, slots)

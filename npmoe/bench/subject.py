@@ -8,8 +8,9 @@ from npmoe.bench.random_model import random_weights
 from npmoe.bench.shapes import SHAPES
 from npmoe.config import WEIGHT_PARTS, KVCacheConfig, WeightsPolicy
 from npmoe.dtypes import gigabytes
-from npmoe.errors import OutOfMemory
-from npmoe.kv.storage import check_kv_format, kv_bytes_per_token
+from npmoe.errors import OutOfMemory, UnsupportedModel
+from npmoe.kv.storage import check_kv_format
+from npmoe.models.cache import token_bytes
 from npmoe.models.conversion import cannot_be, format_bytes, running_bytes
 from npmoe.models.families import read_model
 from npmoe.models.gpu import check_gpu_support
@@ -81,6 +82,8 @@ def check_subject(
     Raises UnsupportedModel for what has no kernel, ValueError for a format that cannot hold a
     matrix, and OutOfMemory with what would fit.
     """
+    if subject.spec.delta_net is not None:
+        raise UnsupportedModel(f"{subject.name}: npmoe bench does not measure recurrent states yet")
     check_kv_format(kv, subject.spec.head_dim)
     if device == "cuda":
         check_gpu_support(subject.spec, subject.native, policy, kv)
@@ -108,7 +111,7 @@ def weights_of(subject: Subject, policy: WeightsPolicy, device: str, quiet: bool
 
 def kv_bytes(spec: ModelSpec, kv: KVCacheConfig) -> float:
     """Bytes of cache that one token takes in all layers."""
-    return len(spec.layers) * kv_bytes_per_token(kv, spec.num_kv_heads, spec.head_dim)
+    return token_bytes(spec, kv)
 
 
 def weight_bytes(subject: Subject, policy: WeightsPolicy, device: str) -> float:

@@ -11,10 +11,11 @@ from typing import Any
 
 from npmoe.config import KVCacheConfig
 from npmoe.dtypes import Array
-from npmoe.kv.storage import KVCache, kv_bytes_per_token
+from npmoe.kv.storage import kv_bytes_per_token
+from npmoe.models.cache import ModelCache
 from npmoe.models.conversion import format_bytes, running_bytes
 from npmoe.models.parameters import ROUTER, TABLE, VECTOR, Parameter
-from npmoe.models.specs import ExpertSpec, ModelSpec
+from npmoe.models.specs import AttentionSpec, ExpertSpec, ModelSpec
 
 FLOAT32_BYTES = 4
 
@@ -45,7 +46,7 @@ def step_traffic(
     spec: ModelSpec,
     parameters: list[Parameter],
     weights: dict[str, Any],
-    cache: KVCache,
+    cache: ModelCache,
     batch: int,
     context: int,
     device: str,
@@ -56,7 +57,8 @@ def step_traffic(
         w = weights[p.name]
         size = _matrix_bytes(p, w, device) * _share(spec, p, batch)
         found[address(w if p.part == VECTOR else getattr(w, "codes", w))] = size
-    for layer, halves in zip(spec.layers, cache.layers, strict=True):
+    for layer, halves in zip(spec.layers, cache.pages, strict=True):
+        assert isinstance(layer.attention, AttentionSpec)
         tokens = batch * min(context, layer.attention.window or context)
         for pages in halves:
             config = KVCacheConfig(pages.format, pages.format, cache.config.group_size)

@@ -106,6 +106,8 @@ class Engine:
                 self._step()
             except BaseException:
                 self._pipeline.clear()
+                if self.scheduler.recurrent:  # states may hold tokens that were not recorded
+                    self.scheduler.reset(self._owner)
                 raise
 
     def _step(self) -> None:
@@ -219,7 +221,9 @@ class Engine:
             copy = self.scheduler.fork(sequence, child)
             if copy is not None:
                 self.runner.cache.copy_page(*copy)
-            if child.num_computed:
+            if child.state_slot is not None:
+                assert sequence.state_slot is not None
+                self.runner.cache.copy_state(sequence.state_slot, child.state_slot)
                 advancing.append(child)
         for s in advancing:
             self._append_token(s, self._sample(s, logits))

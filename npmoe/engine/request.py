@@ -14,7 +14,8 @@ class Sequence:
     token_ids: prompt and completion. num_computed: leading tokens whose K and V are in `pages`.
     stream: which of the n completions (also keys the random numbers). sealed_keys: prefix keys of
     the full pages. long_rope: whether keys are turned by longrope's long factors. num_forks:
-    completions still to be split off when the prompt is done.
+    completions still to be split off when the prompt is done. state_slot: where the recurrent
+    states of num_computed tokens are; None while it does not run.
     """
 
     token_ids: list[int]
@@ -26,6 +27,7 @@ class Sequence:
     num_forks: int = 0
     num_computed: int = 0
     long_rope: bool = False
+    state_slot: int | None = None
     pages: list[int] = field(default_factory=list)
     sealed_keys: list[bytes] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)

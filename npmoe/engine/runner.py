@@ -8,7 +8,7 @@ from npmoe.batch import Batch
 from npmoe.dtypes import Array
 from npmoe.engine.pipeline import Pipeline, SamplingModel
 from npmoe.engine.scheduler import Work
-from npmoe.kv.storage import KVCache
+from npmoe.models.cache import ModelCache
 from npmoe.models.gpu import GpuModel
 from npmoe.models.layers import CausalLM
 from npmoe.ops.sample import Chooser
@@ -17,7 +17,7 @@ from npmoe.ops.sample import Chooser
 class Runner:
     """Owns the model, the arrays of its cache, and the steps in flight."""
 
-    def __init__(self, model: CausalLM | GpuModel, cache: KVCache, page_size: int) -> None:
+    def __init__(self, model: CausalLM | GpuModel, cache: ModelCache, page_size: int) -> None:
         self.model, self.cache, self.page_size = model, cache, page_size
         self.pipeline = Pipeline(model if isinstance(model, SamplingModel) else None)
 
@@ -56,6 +56,9 @@ class Runner:
         variant = None
         if self.model.spec.longrope_switch is not None:
             variant = np.repeat([int(w.sequence.long_rope) for w in works], counts)
+        state_slots = None
+        if self.model.spec.delta_net is not None:
+            state_slots = np.asarray([w.sequence.state_slot for w in works], np.int32)
         return Batch(
             input_ids=input_ids.astype(np.int32),
             positions=np.concatenate(spans).astype(np.int32),
@@ -65,4 +68,5 @@ class Runner:
             block_table=tables,
             logits_rows=np.concatenate(rows).astype(np.int32),
             rope_variant=variant,
+            state_slots=state_slots,
         )

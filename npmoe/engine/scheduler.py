@@ -34,15 +34,23 @@ class Scheduler:
         max_num_seqs: int,
         prefill_chunk: int,
         longrope_switch: int | None = None,
+        recurrent: bool = False,
     ) -> None:
         """longrope_switch: a sequence that grows past this length is recomputed, since its rotary
-        frequencies change; None where they never do."""
+        frequencies change; None where they never do. recurrent: the model also keeps states, which
+        pages do not hold, so that no prefix is taken over."""
         self.allocator = allocator
+        self.recurrent = recurrent
         self.max_num_seqs = max_num_seqs
         self.prefill_chunk = prefill_chunk
         self.longrope_switch = longrope_switch
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._free_slots = self._all_slots()
+
+    def _all_slots(self) -> list[int]:
+        """State slots: for the running sequences, and for one outside the queues."""
+        return list(range(self.max_num_seqs, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence."""
@@ -69,9 +77,10 @@ class Scheduler:
             count = min(sequence.num_pending, budget)
             pages = self.allocator.allocate(self._missing_pages(sequence, count))
             if pages is None:
-                self._drop_pages(sequence)
+                self._release(sequence)
                 break
             sequence.pages += pages
+            sequence.state_slot = self._free_slots.pop()
             self.running.append(self.waiting.popleft())
             works.append(Work(sequence, count))
             budget -= count
@@ -91,8 +100,8 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence) -> tuple[int, int] | None:
         """Lets `child`, whose tokens are the parent's, share the parent's pages and run.
 
-        Returns (source, target) pages to copy where the last page is only partly full. Where there
-        is no room the child waits and is computed anew.
+        Returns (source, target) pages to copy where the last page is only partly full; the parent's
+        state is to be copied, too. Where there is no room the child waits and is computed anew.
         """
         full = parent.num_computed // self.allocator.page_size
         partial = parent.num_computed % self.allocator.page_size > 0
@@ -106,39 +115,42 @@ class Scheduler:
         child.pages = parent.pages[:full] + fresh
         child.sealed_keys = parent.sealed_keys[:full]
         child.num_computed, child.long_rope = parent.num_computed, parent.long_rope
+        child.state_slot = self._free_slots.pop()
         self.running.append(child)
         return (parent.pages[full], fresh[0]) if partial else None
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out and frees its pages, whether it runs, waits or is already out."""
+        """Takes a sequence out and frees what it holds, whether it runs, waits or is out."""
         if sequence in self.running:
             self.running.remove(sequence)
         if sequence in self.waiting:
             self.waiting.remove(sequence)
-        self._drop_pages(sequence)
+        self._release(sequence)
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """Starts over with these sequences waiting and every page empty: right whatever state an
         interrupted step has left."""
         self.allocator = PageAllocator(self.allocator.num_pages, self.allocator.page_size)
         self.running, self.waiting = [], deque(sequences)
+        self._free_slots = self._all_slots()
         for s in self.waiting:
-            s.pages, s.sealed_keys, s.num_computed = [], [], 0
+            s.pages, s.sealed_keys, s.num_computed, s.state_slot = [], [], 0, None
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's pages; it goes to the head of the queue."""
+        """Takes a running sequence's pages and state; it goes to the head of the queue."""
         self.running.remove(sequence)
-        self._drop_pages(sequence)
+        self._release(sequence)
         self.waiting.appendleft(sequence)
 
     def claim_pages(self, sequence: Sequence) -> None:
-        """Gives a sequence outside the queues pages for all its tokens at once; running sequences
-        give way, the latest first."""
+        """Gives a sequence outside the queues a state slot, and pages for all its tokens at once;
+        running sequences give way, the latest first. One such sequence at a time."""
         sequence.long_rope = self.is_long(sequence)
         needed = self._missing_pages(sequence, sequence.num_pending)
         while (pages := self.allocator.allocate(needed)) is None:
             self.preempt(self.running[-1])
         sequence.pages += pages
+        sequence.state_slot = self._free_slots.pop()
 
     def grow_ahead(self, sequences: list[Sequence]) -> bool:
         """Gives decoding sequences room for one token more than their next; False, and nothing has
@@ -174,6 +186,8 @@ class Scheduler:
     def _match_prefix(self, sequence: Sequence) -> None:
         """Takes over cached pages of the same beginning; the last token is always computed."""
         sequence.long_rope = self.is_long(sequence)
+        if self.recurrent:
+            return
         if sequence.params.prompt_logprobs is not None and not sequence.output_ids:
             return
         size = self.allocator.page_size
@@ -192,6 +206,9 @@ class Scheduler:
     def _root(self, sequence: Sequence) -> bytes:
         return b"long" if sequence.long_rope else b""
 
-    def _drop_pages(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         self.allocator.release(sequence.pages)
         sequence.pages, sequence.sealed_keys, sequence.num_computed = [], [], 0
+        if sequence.state_slot is not None:
+            self._free_slots.append(sequence.state_slot)
+            sequence.state_slot = None

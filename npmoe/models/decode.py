@@ -15,7 +15,7 @@ from npmoe.dtypes import Array
 from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, RECORDS, ROWS
 from npmoe.formats.quant_tensor import QuantTensor
-from npmoe.models.specs import ExpertSpec, ModelSpec
+from npmoe.models.specs import AttentionSpec, ExpertSpec, ModelSpec
 from npmoe.models.stream import AttentionSplit, Stream
 from npmoe.ops.experts import PLAIN
 from npmoe.ops.quantize import KVPages
@@ -65,8 +65,9 @@ class DecodeStep:
         xp = cupy()
         self.spec, self.weights, self.cache, self.block_table = spec, weights, cache, block_table
         self.num_seqs = seqs = block_table.shape[0]
-        a = spec.layers[0].attention
         check_decode_spec(spec)
+        a = spec.layers[0].attention
+        assert isinstance(a, AttentionSpec)
         gpu = xp.cuda.Device().attributes
         self.blocks = self.tuning.blocks or gpu["MultiProcessorCount"]
         self.bulk, self.shared_bytes = bulk(), gpu["MaxSharedMemoryPerBlockOptin"]
@@ -208,6 +209,7 @@ class DecodeStep:
 
     def _attention(self, i: int, w: dict[str, Any]) -> None:
         a = self.spec.layers[i].attention
+        assert isinstance(a, AttentionSpec)
         k, v = self.cache[i]
         formats = k.format, v.format
         split = AttentionSplit.fit(a.head_dim, *formats, self.shared_bytes, self.long)
@@ -334,6 +336,8 @@ def check_decode_spec(spec: ModelSpec) -> None:
     """Raises UnsupportedModel for a layer that the decode kernels do not run."""
     if spec.rope.rope_type == "longrope":
         raise _no_kernel("longrope")
+    if spec.delta_net is not None:
+        raise _no_kernel("linear attention by the gated delta rule")
     if spec.rope.partial_rotary_factor != 1:
         raise _no_kernel("rotary on a part of each head")
     if (spec.embedding_scale, spec.logits_scale) != (1, 1):
@@ -342,6 +346,7 @@ def check_decode_spec(spec: ModelSpec) -> None:
         raise _no_kernel("a layer norm or a bias before the logits")
     for layer in spec.layers:
         a, mlp = layer.attention, layer.mlp
+        assert isinstance(a, AttentionSpec)
         if layer.residual_scale != 1:
             raise _no_kernel("a scaled residual")
         if layer.norm != "before":
@@ -353,6 +358,7 @@ def check_decode_spec(spec: ModelSpec) -> None:
             (f"{top_k} experts a token", top_k > MAX_TOP_K),
             ("a sliding window", a.window is not None),
             ("attention sinks", a.sinks),
+            ("attention with an output gate", a.output_gate),
             ("clipped q, k and v", a.clip is not None),
             ("interleaved rotary", a.interleaved),
             ("a q/k norm over the projection", a.qk_norm == "projection"),

@@ -51,10 +51,7 @@ def _layer_is_moe(reader: ConfigReader) -> tuple[bool, ...]:
 def model_spec(config: ModelConfig) -> ModelSpec:
     """llama's layers with interleaved rotary."""
     spec = llama.model_spec(config)
-    layers = tuple(
-        replace(layer, attention=replace(layer.attention, interleaved=True))
-        for layer in spec.layers
-    )
+    layers = tuple(layer.with_attention(interleaved=True) for layer in spec.layers)
     return replace(spec, layers=layers)
 
 

@@ -23,7 +23,10 @@ from npmoe.models import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5_moe,
+    qwen3_5_moe_text,
     qwen3_moe,
+    qwen3_next,
 )
 from npmoe.models.parameters import Parameter
 from npmoe.models.specs import ModelSpec
@@ -46,7 +49,10 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
+    "qwen3_5_moe": qwen3_5_moe,
+    "qwen3_5_moe_text": qwen3_5_moe_text,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
 }
 
 

@@ -82,7 +82,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
         assert isinstance(layer.mlp, ExpertSpec)
         router = replace(layer.mlp.router, bias=True)
         mlp = replace(layer.mlp, router=router, bias=True, activation=activation)
-        layers.append(replace(layer, attention=replace(layer.attention, sinks=True), mlp=mlp))
+        layers.append(replace(layer.with_attention(sinks=True), mlp=mlp))
     return replace(spec, layers=tuple(layers))
 
 

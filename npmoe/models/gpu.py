@@ -16,6 +16,7 @@ from npmoe.dtypes import Array, array_namespace
 from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, RECORDS, to_fragments, with_row_scales
 from npmoe.formats.quant_tensor import QuantTensor
+from npmoe.models.cache import LayerCache
 from npmoe.models.decode import (
     KV_CODES,
     LONG_CONTEXT,
@@ -199,7 +200,7 @@ class GpuModel:
         for kind in planned:
             self._step(kind)
 
-    def forward(self, batch: Batch, cache: list[tuple[KVPages, KVPages]]) -> np.ndarray:
+    def forward(self, batch: Batch, cache: Sequence[LayerCache]) -> np.ndarray:
         """Logits float32 `[R, vocab]` of batch.logits_rows; `cache` is the one that was bound."""
         assert cache is self._cache, "bind the cache first"
         edges = batch.cu_seqlens_q

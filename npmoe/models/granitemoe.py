@@ -52,8 +52,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     spec = llama.model_spec(config)
     layers = tuple(
         replace(
-            layer,
-            attention=replace(layer.attention, scale=config.attention_multiplier),
+            layer.with_attention(scale=config.attention_multiplier),
             residual_scale=config.residual_multiplier,
         )
         for layer in spec.layers

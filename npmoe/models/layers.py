@@ -1,22 +1,33 @@
 """The forward pass on the CPU, put together from ops as the specs say."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from npmoe.batch import Batch
 from npmoe.dtypes import Array
-from npmoe.models.specs import ExpertSpec, LayerSpec, ModelSpec, RouterSpec
+from npmoe.kv.states import RecurrentState
+from npmoe.models.cache import LayerCache
+from npmoe.models.delta_net import add_delta_net
+from npmoe.models.specs import (
+    AttentionSpec,
+    DeltaNetSpec,
+    ExpertSpec,
+    LayerSpec,
+    ModelSpec,
+    RouterSpec,
+)
 from npmoe.ops.attention import paged_attention
 from npmoe.ops.embed import embed
 from npmoe.ops.experts import add_experts, add_mlp
 from npmoe.ops.lm_head import lm_head
 from npmoe.ops.norm import layer_norm, rms_norm
 from npmoe.ops.output import add_output
-from npmoe.ops.qkv import QKVWeights, qkv
+from npmoe.ops.qkv import QKVWeights, gated_qkv, qkv
 from npmoe.ops.quantize import KVPages
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
-from npmoe.ops.route import route
+from npmoe.ops.route import route, sigmoid
 
 
 class DecoderLayer:
@@ -25,43 +36,51 @@ class DecoderLayer:
     def __init__(self, spec: LayerSpec, eps: float, weights: dict[str, Any]) -> None:
         """weights: this layer's parameters by the last part of their names."""
         self.spec, self.eps, self.weights = spec, eps, weights
-        self.qkv_weights = QKVWeights(
-            weights["input_layernorm"] if spec.norm == "before" else None,
-            weights["qkv_proj"],
-            weights.get("qkv_bias"),
-            weights.get("q_norm"),
-            weights.get("k_norm"),
-        )
 
-    def forward(
-        self, x: Array, batch: Batch, cos: Array, sin: Array, k_pages: KVPages, v_pages: KVPages
-    ) -> None:
-        """x float32 `[T, H]`, changed in place; writes this layer's K and V."""
-        self._add_attention(x, batch, cos, sin, k_pages, v_pages)
+    def forward(self, x: Array, batch: Batch, cos: Array, sin: Array, cache: LayerCache) -> None:
+        """x float32 `[T, H]`, changed in place; writes this layer's K and V, or states."""
+        attention, added = self.spec.attention, self._added(x)
+        if isinstance(attention, DeltaNetSpec):
+            assert isinstance(cache, RecurrentState)
+            assert self.spec.norm == "before"
+            add_delta_net(added, x, attention, self.eps, self.weights, batch, cache)
+        else:
+            assert not isinstance(cache, RecurrentState)
+            self._add_attention(added, x, attention, batch, cos, sin, *cache)
+        self._join(x, added, "post_attention_layernorm")
         self._add_mlp(x)
 
     def _add_attention(
-        self, x: Array, batch: Batch, cos: Array, sin: Array, k_pages: KVPages, v_pages: KVPages
+        self,
+        added: Array,
+        x: Array,
+        attention: AttentionSpec,
+        batch: Batch,
+        cos: Array,
+        sin: Array,
+        k_pages: KVPages,
+        v_pages: KVPages,
     ) -> None:
-        attention, w = self.spec.attention, self.weights
-        q = qkv(
-            self._normed(x, "input_layernorm"),
-            self.qkv_weights,
-            self.eps,
-            attention.head_dim,
-            cos,
-            sin,
-            k_pages,
-            v_pages,
-            batch.slot_mapping,
-            attention.clip,
-            attention.interleaved,
-            attention.qk_norm == "rotated",
+        w = self.weights
+        weights = QKVWeights(
+            w["input_layernorm"] if self.spec.norm == "before" else None,
+            w["qkv_proj"],
+            w.get("qkv_bias"),
+            w.get("q_norm"),
+            w.get("k_norm"),
         )
+        normed = self._normed(x, "input_layernorm")
+        rotary, pages = (attention.head_dim, cos, sin), (k_pages, v_pages)
+        arguments = normed, weights, self.eps, *rotary, *pages, batch.slot_mapping
+        gates = None
+        if attention.output_gate:
+            q, gates = gated_qkv(*arguments)
+        else:
+            norm_after_rotary = attention.qk_norm == "rotated"
+            q = qkv(*arguments, attention.clip, attention.interleaved, norm_after_rotary)
         attended = paged_attention(
             q,
-            k_pages,
-            v_pages,
+            *pages,
             batch.block_table,
             batch.cu_seqlens_q,
             batch.seq_lens,
@@ -69,9 +88,9 @@ class DecoderLayer:
             attention.window,
             w.get("sinks"),
         )
-        added = self._added(x)
+        if gates is not None:
+            attended *= sigmoid(gates)
         add_output(added, attended, w["o_proj"], w.get("o_bias"))
-        self._join(x, added, "post_attention_layernorm")
 
     def _add_mlp(self, x: Array) -> None:
         w, mlp, added = self.weights, self.spec.mlp, self._added(x)
@@ -154,15 +173,16 @@ class CausalLM:
         """Bytes of all prepared weights."""
         return sum(w.nbytes for w in self.weights.values())
 
-    def forward(self, batch: Batch, cache: list[tuple[KVPages, KVPages]]) -> Array:
-        """Logits float32 `[R, vocab]` of batch.logits_rows; writes K and V of every token."""
+    def forward(self, batch: Batch, cache: Sequence[LayerCache]) -> Array:
+        """Logits float32 `[R, vocab]` of batch.logits_rows; writes K and V of every token, and
+        brings recurrent states up to it."""
         x = embed(self.weights["embed_tokens"], batch.input_ids)
         x *= np.float32(self.spec.embedding_scale)
         cos, sin = rope_cos_sin(
             batch.positions, self.frequencies, self.rope_factor, batch.rope_variant
         )
-        for layer, (k_pages, v_pages) in zip(self.layers, cache, strict=True):
-            layer.forward(x, batch, cos, sin, k_pages, v_pages)
+        for layer, own in zip(self.layers, cache, strict=True):
+            layer.forward(x, batch, cos, sin, own)
         rows = np.ascontiguousarray(x[batch.logits_rows])
         w, eps = self.weights, self.spec.eps
         norm = w["norm"]

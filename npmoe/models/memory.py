@@ -9,7 +9,8 @@ from npmoe.config import EngineConfig, KVCacheConfig, WeightsPolicy, parse_weigh
 from npmoe.dtypes import gigabytes
 from npmoe.errors import OutOfMemory, UnsupportedModel
 from npmoe.formats.fragments import RECORD_BYTES
-from npmoe.kv.storage import check_kv_format, kv_bytes_per_token
+from npmoe.kv.storage import check_kv_format
+from npmoe.models.cache import num_state_slots, token_bytes
 from npmoe.models.conversion import chosen_formats, format_bytes, running_bytes
 from npmoe.models.decode import KV_CODES
 from npmoe.models.parameters import TABLE, VECTOR
@@ -44,15 +45,25 @@ class Need:
         return math.floor(fraction * (free - self.weights - self.staying) / self.token)
 
 
-def need_of(opened: OpenModel, policy: WeightsPolicy, kv_cache: KVCacheConfig, device: str) -> Need:
-    """Raises UnsupportedModel and ValueError for formats that the model cannot have."""
+def need_of(
+    opened: OpenModel,
+    policy: WeightsPolicy,
+    kv_cache: KVCacheConfig,
+    device: str,
+    max_num_seqs: int = EngineConfig.max_num_seqs,
+) -> Need:
+    """What the model takes with recurrent states, where it has any, for so many sequences.
+
+    Raises UnsupportedModel and ValueError for formats that the model cannot have.
+    """
     spec = opened.spec
     check_kv_format(kv_cache, spec.head_dim)
-    token = len(spec.layers) * kv_bytes_per_token(kv_cache, spec.num_kv_heads, spec.head_dim)
+    token = token_bytes(spec, kv_cache)
+    states = num_state_slots(max_num_seqs) * spec.state_bytes
     weights = _weight_bytes(opened, policy, device)
     if device == "cpu":
-        return Need(weights, 0, 0, token)
-    return Need(weights, staging_bytes(opened), WORKSPACE_BYTES, token)
+        return Need(weights, 0, states, token)
+    return Need(weights, staging_bytes(opened), states + WORKSPACE_BYTES, token)
 
 
 def _weight_bytes(opened: OpenModel, policy: WeightsPolicy, device: str) -> float:
@@ -70,7 +81,7 @@ def check_memory(
     """Raises OutOfMemory where the weights and the cache that the options ask for do not fit what
     is free, with the settings that would."""
     free, fraction = free_memory(device), options.memory_fraction
-    need = need_of(opened, policy, options.kv_cache, device)
+    need = need_of(opened, policy, options.kv_cache, device, options.max_num_seqs)
     wanted = options.max_seq_len or options.page_size
     if need.tokens(free, fraction) >= wanted:
         return
@@ -132,4 +143,5 @@ def _settings(
             words = [f"weights='{weight}'"] * (weight is not None)
             words += [f"kv_cache='{cache}'"] * (cache is not None)
             with suppress(UnsupportedModel, ValueError):  # this model cannot have it
-                yield _Setting(tuple(words), need_of(opened, changed, kv, device))
+                need = need_of(opened, changed, kv, device, options.max_num_seqs)
+                yield _Setting(tuple(words), need)

@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass, replace
 
-from npmoe.models.specs import ExpertSpec, ModelSpec, SharedSpec
+from npmoe.models.specs import (
+    AttentionSpec,
+    DeltaNetSpec,
+    ExpertSpec,
+    MLPSpec,
+    ModelSpec,
+    SharedSpec,
+)
 
 VECTOR, TABLE, ROUTER = "vector", "table", "router"
 
@@ -12,13 +19,17 @@ class Parameter:
     """One parameter of the model.
 
     part: "experts", "mlp", "attention" or "lm_head" (matrices whose format the user chooses),
-    "vector" (norms and biases, float32), "table" (the embedding) or "router" (kept as they are).
+    "vector" (norms and biases, float32), "table" (the embedding) or "router" (routers and gates of
+    few rows), which are kept as they are.
     sources: checkpoint names; the inner tuple is joined along rows, the outer stacked (experts).
     fused: one tensor that may stand in the checkpoint instead of all sources, with the same shape.
     Where there are no sources it must, in fused_layout: "rows" (as here), "columns" (the last two
     axes swapped) or "mxfp4" (two tensors, `_blocks` and `_scales`).
     interleaved: rows of fused alternate between gate and up; here gate rows come first.
     stored_shape: of a vector's one tensor, where it differs from shape.
+    offset: is added to a vector's stored values.
+    group_rows: rows of the source come in groups, each with so many rows of every part; here all
+    rows of the first part come first, then those of the next.
     """
 
     name: str
@@ -30,6 +41,8 @@ class Parameter:
     fused_layout: str = "rows"
     interleaved: bool = False
     stored_shape: tuple[int, ...] | None = None
+    offset: float = 0.0
+    group_rows: tuple[int, ...] = ()
 
     @property
     def stacked(self) -> bool:
@@ -41,13 +54,17 @@ class Parameter:
 class TensorNames:
     """How a family spells the tensors that differ between families.
 
-    `moe` is the block's prefix in the layer; in the block, `router` is the router, `expert` the
-    gate, up and down matrices of an expert, `selection_bias` that tensor (`[1, E]` where it is a
-    `selection_bias_row`), `shared` the shared expert and `shared_gate` its gate.
+    `model` is the beginning of all names but the head's. `moe` is the block's prefix in the layer;
+    in the block, `router` is the router, `expert` the gate, up and down matrices of an expert,
+    `selection_bias` that tensor (`[1, E]` where it is a `selection_bias_row`), `shared` the shared
+    expert and `shared_gate` its gate.
 
     `fused` are tensors, in the layer, that hold all experts' gate_up and down, in `fused_layout`
     and with gate and up rows alternating where `interleaved`; `expert` is None where there are no
     others. `shared_fused` are the same for the shared expert. `qk_norms` are in the attention.
+
+    `delta_grouped`: a linear attention layer has its projections in two tensors, grouped by key
+    heads, and not in four.
     """
 
     moe: str = "mlp"
@@ -62,23 +79,23 @@ class TensorNames:
     selection_bias_row: bool = False
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
+    model: str = "model"
+    delta_grouped: bool = False
 
 
 def decoder_parameters(spec: ModelSpec, names: TensorNames) -> list[Parameter]:
     """Every parameter of a decoder in Hugging Face layout."""
     hidden = spec.hidden_size
-    embedding = ("model.embed_tokens.weight",)
+    table = f"{names.model}.embed_tokens.weight"
     found = [
-        Parameter(
-            "embed_tokens", TABLE, (spec.vocab_size, hidden), (embedding,), (spec.vocab_size,)
-        )
+        Parameter("embed_tokens", TABLE, (spec.vocab_size, hidden), ((table,),), (spec.vocab_size,))
     ]
     for i in range(len(spec.layers)):
         found += _layer_parameters(spec, i, names)
-    found.append(_single("norm", VECTOR, (hidden,), "model.norm.weight"))
+    found.append(_single("norm", VECTOR, (hidden,), f"{names.model}.norm.weight"))
     if spec.layer_norm:
-        found.append(_single("norm_bias", VECTOR, (hidden,), "model.norm.bias"))
-    head = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
+        found.append(_single("norm_bias", VECTOR, (hidden,), f"{names.model}.norm.bias"))
+    head = table if spec.tied else "lm_head.weight"
     found.append(_single("lm_head", "lm_head", (spec.vocab_size, hidden), head))
     if spec.head_bias:
         found.append(_single("lm_head_bias", VECTOR, (spec.vocab_size,), "lm_head.bias"))
@@ -109,20 +126,35 @@ def _single(name: str, part: str, shape: tuple[int, ...], source: str) -> Parame
 
 def _layer_parameters(spec: ModelSpec, i: int, names: TensorNames) -> list[Parameter]:
     attention, mlp, hidden = spec.layers[i].attention, spec.layers[i].mlp, spec.hidden_size
-    ours, theirs = f"layers.{i}.", f"model.layers.{i}."
+    ours, theirs = f"layers.{i}.", f"{names.model}.layers.{i}."
+    found = _norm_parameters(spec.layers[i].norm, hidden, ours, theirs)
+    if isinstance(attention, DeltaNetSpec):
+        found += _delta_parameters(attention, hidden, ours, f"{theirs}linear_attn.", names)
+    else:
+        found += _attention_parameters(attention, hidden, ours, theirs, names)
+    if isinstance(mlp, ExpertSpec):
+        block = f"{theirs}{names.moe}."
+        return found + _expert_parameters(mlp, hidden, ours, block, theirs, names)
+    return found + _mlp_parameters(mlp, hidden, ours, f"{theirs}mlp.")
+
+
+def _attention_parameters(
+    attention: AttentionSpec, hidden: int, ours: str, theirs: str, names: TensorNames
+) -> list[Parameter]:
     q = attention.num_heads * attention.head_dim
+    q_rows = 2 * q if attention.output_gate else q
     kv = attention.num_kv_heads * attention.head_dim
+    rows = q_rows, kv, kv
     qkv = tuple(f"{theirs}self_attn.{p}_proj" for p in "qkv")
     weights = tuple(f"{p}.weight" for p in qkv)
     o_proj = f"{theirs}self_attn.o_proj"
     found = [
-        *_norm_parameters(spec.layers[i].norm, hidden, ours, theirs),
-        Parameter(f"{ours}qkv_proj", "attention", (q + 2 * kv, hidden), (weights,), (q, kv, kv)),
+        Parameter(f"{ours}qkv_proj", "attention", (sum(rows), hidden), (weights,), rows),
         _single(f"{ours}o_proj", "attention", (hidden, q), f"{o_proj}.weight"),
     ]
     if attention.qkv_bias:
         biases = tuple(f"{p}.bias" for p in qkv)
-        found.append(Parameter(f"{ours}qkv_bias", VECTOR, (q + 2 * kv,), (biases,), (q, kv, kv)))
+        found.append(Parameter(f"{ours}qkv_bias", VECTOR, (sum(rows),), (biases,), rows))
     if attention.output_bias:
         found.append(_single(f"{ours}o_bias", VECTOR, (hidden,), f"{o_proj}.bias"))
     if attention.qk_norm != "none":
@@ -134,9 +166,48 @@ def _layer_parameters(spec: ModelSpec, i: int, names: TensorNames) -> list[Param
     if attention.sinks:
         sinks = f"{theirs}self_attn.sinks"
         found.append(_single(f"{ours}sinks", VECTOR, (attention.num_heads,), sinks))
-    if isinstance(mlp, ExpertSpec):
-        return found + _expert_parameters(mlp, hidden, ours, f"{theirs}{names.moe}.", theirs, names)
-    width, block = mlp.intermediate_size, f"{theirs}mlp."
+    return found
+
+
+def _delta_parameters(
+    delta: DeltaNetSpec, hidden: int, ours: str, block: str, names: TensorNames
+) -> list[Parameter]:
+    heads, channels = delta.num_value_heads, delta.conv_channels
+    values, ratio = delta.value_width, delta.num_value_heads // delta.num_key_heads
+    qkvz, ba = (channels + values, hidden), (2 * heads, hidden)
+    if names.delta_grouped:
+        key, value = delta.key_head_dim, ratio * delta.value_head_dim
+        found = [
+            replace(
+                _single(f"{ours}qkvz_proj", "attention", qkvz, f"{block}in_proj_qkvz.weight"),
+                group_rows=(key, key, value, value),
+            ),
+            replace(
+                _single(f"{ours}ba_proj", ROUTER, ba, f"{block}in_proj_ba.weight"),
+                group_rows=(ratio, ratio),
+            ),
+        ]
+    else:
+        wide = (f"{block}in_proj_qkv.weight", f"{block}in_proj_z.weight")
+        narrow = (f"{block}in_proj_b.weight", f"{block}in_proj_a.weight")
+        found = [
+            Parameter(f"{ours}qkvz_proj", "attention", qkvz, (wide,), (channels, values)),
+            Parameter(f"{ours}ba_proj", ROUTER, ba, (narrow,), (heads, heads)),
+        ]
+    conv = _single(f"{ours}conv", VECTOR, (channels * delta.conv_width,), f"{block}conv1d.weight")
+    return [
+        *found,
+        replace(conv, stored_shape=(channels, 1, delta.conv_width)),
+        _single(f"{ours}a_log", VECTOR, (heads,), f"{block}A_log"),
+        _single(f"{ours}dt_bias", VECTOR, (heads,), f"{block}dt_bias"),
+        _single(f"{ours}delta_norm", VECTOR, (delta.value_head_dim,), f"{block}norm.weight"),
+        _single(f"{ours}out_proj", "attention", (hidden, values), f"{block}out_proj.weight"),
+    ]
+
+
+def _mlp_parameters(mlp: MLPSpec, hidden: int, ours: str, block: str) -> list[Parameter]:
+    width = mlp.intermediate_size
+    found: list[Parameter] = []
     for suffix, part in (("weight", "mlp"), ("bias", VECTOR)) if mlp.bias else (("weight", "mlp"),):
         ending = "_proj" if suffix == "weight" else "_bias"
         columns = ((hidden,), (width,)) if suffix == "weight" else ((), ())

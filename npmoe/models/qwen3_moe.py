@@ -23,15 +23,20 @@ def read_config(reader: ConfigReader) -> ModelConfig:
 
 def expert_fields(reader: ConfigReader) -> dict[str, Any]:
     """Which layers have experts, and what these are."""
-    layers = reader.take_int("num_hidden_layers")
-    step = reader.take_int("decoder_sparse_step", default=1)
-    dense = reader.take("mlp_only_layers", default=[])
-    if not isinstance(dense, list):
-        raise UnsupportedModel(f"{reader.where}: mlp_only_layers = {dense!r}, expected a list")
     return {
-        "layer_is_moe": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        "layer_is_moe": layer_is_moe(reader),
         "num_experts": reader.take_int("num_experts", "num_local_experts"),
         "num_experts_per_tok": reader.take_int("num_experts_per_tok"),
         "moe_intermediate_size": reader.take_int("moe_intermediate_size"),
         "norm_topk_prob": bool(reader.take("norm_topk_prob", default=False)),
     }
+
+
+def layer_is_moe(reader: ConfigReader) -> tuple[bool, ...]:
+    """Every `decoder_sparse_step`-th layer has experts, but for those of `mlp_only_layers`."""
+    step = reader.take_int("decoder_sparse_step", default=1)
+    dense = reader.take("mlp_only_layers", default=[])
+    if not isinstance(dense, list):
+        raise UnsupportedModel(f"{reader.where}: mlp_only_layers = {dense!r}, expected a list")
+    layers = range(reader.take_int("num_hidden_layers"))
+    return tuple(i not in dense and (i + 1) % step == 0 for i in layers)

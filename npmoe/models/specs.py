@@ -1,7 +1,9 @@
 """What a decoder layer is made of, as frozen data; families fill these in, layers.py and
 decode.py obey or refuse."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 from npmoe.config import RopeConfig
 from npmoe.ops.experts import PLAIN, SwiGLU
@@ -16,7 +18,8 @@ class AttentionSpec:
     window: keys a query sees, itself included; None = all. clip bounds q, k and v.
     scale multiplies q . k. qkv_bias: of q, k and v; output_bias: of the output projection.
     sinks: one more score a query head in the softmax. interleaved: rotary turns pairs of
-    neighbours, not of halves.
+    neighbours, not of halves. output_gate: what a head attends to is multiplied by the sigmoid of
+    as many gates, which follow each head of q in the projection.
     """
 
     num_heads: int
@@ -30,6 +33,48 @@ class AttentionSpec:
     clip: float | None = None
     sinks: bool = False
     interleaved: bool = False
+    output_gate: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaNetSpec:
+    """Linear attention by the gated delta rule, after a causal convolution over q, k and v."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+
+    @property
+    def key_width(self) -> int:
+        """All key heads together, which is also the width of q."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """All value heads together."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """q, k and v together."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def conv_state_shape(self) -> tuple[int, int]:
+        """Of one sequence: inputs kept, channels."""
+        return self.conv_width - 1, self.conv_channels
+
+    @property
+    def memory_shape(self) -> tuple[int, int, int]:
+        """Of one sequence: value heads, key and value head size."""
+        return self.num_value_heads, self.key_head_dim, self.value_head_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state in one layer, float32."""
+        return 4 * (math.prod(self.conv_state_shape) + math.prod(self.memory_shape))
 
 
 @dataclass(frozen=True)
@@ -81,23 +126,30 @@ class ExpertSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: attention, then a dense MLP or routed experts, each added to the residual
-    stream times residual_scale.
+    """One decoder layer: attention of either kind, then a dense MLP or routed experts, each added
+    to the residual stream times residual_scale.
 
     norm: an RMS norm "before" each of the two or "after" it, or a "layer" norm, with bias, before.
     """
 
-    attention: AttentionSpec
+    attention: AttentionSpec | DeltaNetSpec
     mlp: MLPSpec | ExpertSpec
     residual_scale: float = 1.0
     norm: str = "before"
 
+    def with_attention(self, **changes: Any) -> "LayerSpec":
+        """The layer with fields of its AttentionSpec changed."""
+        assert isinstance(self.attention, AttentionSpec)
+        return replace(self, attention=replace(self.attention, **changes))
+
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A whole decoder-only model. embedding_scale and logits_scale multiply its two ends.
+    """A whole decoder-only model with attention in one layer at least.
 
-    layer_norm: the last norm is one, with bias. head_bias: of the logits.
+    embedding_scale and logits_scale multiply its two ends. layer_norm: the last norm is one, with
+    bias. head_bias: of the logits. left_out: beginnings of the names of checkpoint tensors that are
+    no part of it, such as a vision tower.
     """
 
     hidden_size: int
@@ -111,16 +163,40 @@ class ModelSpec:
     logits_scale: float = 1.0
     layer_norm: bool = False
     head_bias: bool = False
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def _attention(self) -> list[AttentionSpec]:
+        found = (layer.attention for layer in self.layers)
+        return [attention for attention in found if isinstance(attention, AttentionSpec)]
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that have pages in the cache."""
+        return len(self._attention)
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of the cache, the same in every layer."""
-        return self.layers[0].attention.num_kv_heads
+        """KV heads of the cache, the same in every layer that has pages."""
+        return self._attention[0].num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Head size of the cache, the same in every layer."""
-        return self.layers[0].attention.head_dim
+        """Head size of the cache, the same in every layer that has pages."""
+        return self._attention[0].head_dim
+
+    @property
+    def delta_net(self) -> DeltaNetSpec | None:
+        """The linear attention layers, which are all alike; None where there are none."""
+        found = (layer.attention for layer in self.layers)
+        return next((a for a in found if isinstance(a, DeltaNetSpec)), None)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's recurrent states in all layers; 0 where there are none."""
+        delta = self.delta_net
+        count = len(self.layers) - self.num_kv_layers
+        return 0 if delta is None else count * delta.state_bytes
 
     @property
     def longrope_switch(self) -> int | None:

@@ -68,7 +68,7 @@ def open_model(path: str | os.PathLike, ignored: tuple[str, ...] = ()) -> OpenMo
         own_formats = _own_formats(checkpoint, quantization)
     where = str(checkpoint.folder / "config.json")
     config, spec, parameters = read_model(raw, where, ignored)
-    if spec.tied and _has_own_head(checkpoint):
+    if spec.tied and _has_own_head(checkpoint, parameters[0]):
         raw["tie_word_embeddings"] = False
         config, spec, parameters = read_model(raw, where, ignored)
     opened = OpenModel(checkpoint, config, spec, parameters, own_formats)
@@ -94,9 +94,9 @@ def _own_formats(checkpoint: Checkpoint, quantization: dict[str, Any]) -> dict[s
     return formats
 
 
-def _has_own_head(checkpoint: Checkpoint) -> bool:
+def _has_own_head(checkpoint: Checkpoint, embedding: Parameter) -> bool:
     """Whether a head that the config calls tied is there with other values; it counts then."""
-    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    head, table = "lm_head.weight", embedding.sources[0][0]
     if head not in checkpoint or table not in checkpoint:
         return False
     return not np.array_equal(checkpoint.get(head), checkpoint.get(table))
@@ -143,6 +143,8 @@ def _may_be_left(opened: OpenModel, name: str) -> bool:
     """Tensors that are no part of the computation: buffers, a tied head, layers past the last and
     other multi-token prediction."""
     if name.endswith("rotary_emb.inv_freq") or (opened.spec.tied and name == "lm_head.weight"):
+        return True
+    if name.startswith(opened.spec.left_out):
         return True
     parts = name.split(".")
     if parts[0] == "mtp" or (parts[0] == "model" and parts[1].startswith("mtp_")):
@@ -293,7 +295,7 @@ def read_parameter(opened: OpenModel, parameter: Parameter) -> Any:
         return _read_fused(opened, parameter)
     if parameter.part == VECTOR:
         rows = [np.asarray(get(name), np.float32) for name in parameter.sources[0]]
-        return np.concatenate(rows, axis=None)
+        return np.concatenate(rows, axis=None) + np.float32(parameter.offset)
     target = stored_format(opened, parameter)
     assert target is not None
     groups = []
@@ -301,6 +303,8 @@ def read_parameter(opened: OpenModel, parameter: Parameter) -> Any:
         parts = [_native_tensor(get(name)) for name in names]
         parts = [p if p.format == target else quantize(p.dequantize(), target) for p in parts]
         groups.append(concatenate_rows(parts))
+    if parameter.group_rows:
+        return groups[0].map_arrays(lambda a: _parts_together(a, parameter.group_rows))
     return stack(groups) if parameter.stacked else groups[0]
 
 
@@ -318,6 +322,13 @@ def _read_fused(opened: OpenModel, parameter: Parameter) -> Any:
     if parameter.interleaved:
         w = w.map_arrays(lambda a: _gate_first(a, axis=-2))
     return w
+
+
+def _parts_together(a: np.ndarray, group_rows: tuple[int, ...]) -> np.ndarray:
+    """Rows in groups of so many of each part as all rows of the first part, then of the next."""
+    groups = a.reshape(-1, sum(group_rows), *a.shape[1:])
+    parts = np.split(groups, np.cumsum(group_rows)[:-1], axis=1)
+    return np.concatenate([part.reshape(-1, *a.shape[1:]) for part in parts])
 
 
 def _gate_first(a: np.ndarray, axis: int) -> np.ndarray:

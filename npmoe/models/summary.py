@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from npmoe.config import KV_FORMATS, WEIGHT_PARTS, KVCacheConfig
 from npmoe.dtypes import SAFETENSORS_DTYPES, gigabytes
 from npmoe.errors import UnsupportedModel
-from npmoe.kv.storage import check_kv_format, kv_bytes_per_token
+from npmoe.kv.storage import check_kv_format
+from npmoe.models.cache import token_bytes
 from npmoe.models.conversion import format_bytes, running_bytes
 from npmoe.models.parameters import TABLE, VECTOR, Parameter
 from npmoe.models.stored import OpenModel, expected_tensors, stored_format, stored_formats
@@ -48,7 +49,8 @@ class ModelSummary:
     model cards count, the whole embedding. A tied head counts once.
     formats, stored_bytes: by part. read_bytes: weight format -> bytes that one decoded token reads
     (one row of the embedding); "stored" is the checkpoint's own. kv_bytes: cache format -> bytes
-    of one token in all layers. A format that the model's shapes cannot take is left out.
+    of one token in all layers. state_bytes: recurrent states of one sequence. A format that the
+    model's shapes cannot take is left out.
     """
 
     path: str
@@ -70,6 +72,7 @@ class ModelSummary:
     stored_bytes: dict[str, int]
     read_bytes: dict[str, float]
     kv_bytes: dict[str, float]
+    state_bytes: int
     fits: list[Fit]
 
 
@@ -101,6 +104,7 @@ def summarize(opened: OpenModel, memories: list[Memory]) -> ModelSummary:
         stored_bytes=_stored_bytes(opened),
         read_bytes=_present({w: read_bytes(opened, w) for w in (STORED, *COMPARED_FORMATS)}),
         kv_bytes=kv_bytes,
+        state_bytes=spec.state_bytes,
         fits=_fits(opened, memories, kv_bytes),
     )
 
@@ -163,8 +167,7 @@ def _kv_bytes(opened: OpenModel) -> dict[str, float]:
             check_kv_format(config, spec.head_dim)
         except UnsupportedModel:
             continue
-        per_layer = kv_bytes_per_token(config, spec.num_kv_heads, spec.head_dim)
-        found[name] = len(spec.layers) * per_layer
+        found[name] = token_bytes(spec, config)
     return found
 
 
@@ -219,6 +222,11 @@ def describe(summary: ModelSummary) -> str:
         "",
         "KV cache for each token, by cache format:",
         *_table([[name, gigabytes(size)] for name, size in s.kv_bytes.items()]),
+        *(
+            [f"recurrent states for each sequence: {gigabytes(s.state_bytes)}"]
+            if s.state_bytes
+            else []
+        ),
         "",
         "tokens of context that fit beside the weights, over all sequences:",
     ]

@@ -49,16 +49,12 @@ def qkv(
     first of each pair before all the second ones, which leaves every q . k as it is.
     norm_after_rotary: of the norms per head.
     """
-    num_tokens = x.shape[0]
-    normed = x if w.input_norm is None else rms_norm(x, w.input_norm, eps)
-    projected = linear(normed, w.qkv_proj, w.bias)
-    kv_rows = k_pages.codes.shape[1] * head_dim
-    q, k, v = np.split(projected, [projected.shape[1] - 2 * kv_rows, -kv_rows], axis=1)
+    q, k, v = _project(x, w, eps, k_pages.codes.shape[1] * head_dim)
     if not norm_after_rotary:
         q, k = _norm(q, w.q_norm, eps), _norm(k, w.k_norm, eps)
     if clip is not None:
         q, k, v = (np.clip(a, -clip, clip) for a in (q, k, v))
-    q, k, v = (np.ascontiguousarray(a).reshape(num_tokens, -1, head_dim) for a in (q, k, v))
+    q, k, v = (_heads(a, head_dim) for a in (q, k, v))
     if interleaved:
         q, k = (_halves(a, 2 * cos.shape[1]) for a in (q, k))
     rotate(q, cos, sin)
@@ -68,6 +64,43 @@ def qkv(
     write_kv_pages(k_pages, k, slot_mapping)
     write_kv_pages(v_pages, v, slot_mapping)
     return q
+
+
+def gated_qkv(
+    x: Array,
+    w: QKVWeights,
+    eps: float,
+    head_dim: int,
+    cos: Array,
+    sin: Array,
+    k_pages: KVPages,
+    v_pages: KVPages,
+    slot_mapping: Array,
+) -> tuple[Array, Array]:
+    """Like `qkv` where each head of q is followed by as many gates: qkv_proj
+    `[(2 heads + 2 kv_heads) * D, H]` -> q and gates, float32 `[T, heads, D]`."""
+    both, k, v = _project(x, w, eps, k_pages.codes.shape[1] * head_dim)
+    q, gates = np.split(both.reshape(x.shape[0], -1, 2 * head_dim), 2, axis=-1)
+    q, k = _norm(q, w.q_norm, eps), _norm(k, w.k_norm, eps)
+    q, k, v = (_heads(a, head_dim) for a in (q, k, v))
+    rotate(q, cos, sin)
+    rotate(k, cos, sin)
+    write_kv_pages(k_pages, k, slot_mapping)
+    write_kv_pages(v_pages, v, slot_mapping)
+    return q, gates
+
+
+def _project(x: Array, w: QKVWeights, eps: float, kv_rows: int) -> tuple[Array, Array, Array]:
+    """x `[T, H]` -> the projection's columns of q, k and v."""
+    normed = x if w.input_norm is None else rms_norm(x, w.input_norm, eps)
+    projected = linear(normed, w.qkv_proj, w.bias)
+    q, k, v = np.split(projected, [projected.shape[1] - 2 * kv_rows, -kv_rows], axis=1)
+    return q, k, v
+
+
+def _heads(x: Array, head_dim: int) -> Array:
+    """T rows, in any shape, -> contiguous `[T, heads, D]`."""
+    return np.ascontiguousarray(x).reshape(x.shape[0], -1, head_dim)
 
 
 def _halves(x: Array, rotary_dim: int) -> Array:

@@ -8,8 +8,9 @@ import pytest
 from npmoe.bench import subject
 from npmoe.bench.subject import check_subject, named_shape, weight_bytes, weights_of
 from npmoe.config import KVCacheConfig, parse_weights
-from npmoe.errors import OutOfMemory
+from npmoe.errors import OutOfMemory, UnsupportedModel
 from npmoe.llm import shipped_model
+from tests.helpers import GOLDEN
 
 BF16 = KVCacheConfig()
 QWEN = named_shape("qwen3-30b-a3b")
@@ -76,3 +77,9 @@ def test_random_weights_are_those_of_the_model(tiny_shape: None) -> None:
     assert not np.array_equal(gate_up.codes, weights["layers.0.gate_up_proj"].codes)
     rows = (weights["embed_tokens"].dequantize() ** 2).sum(axis=1)
     assert rows.mean() == pytest.approx(256, rel=0.05)
+
+
+def test_recurrent_states_are_not_measured() -> None:
+    model = subject.checkpoint(GOLDEN / "qwen3_next")
+    with pytest.raises(UnsupportedModel, match="does not measure recurrent states"):
+        check_subject(model, {}, BF16, 16, "cpu")

@@ -43,6 +43,7 @@ class SelfDecoding:
         self._choosers = [replace(c, token_ids=list(c.token_ids)) for c in choosers]
         assert [c.token_ids[-1] for c in choosers] == batch.input_ids.tolist()
         self._positions, self._variant = batch.positions.copy(), batch.rope_variant
+        self._slots = batch.state_slots
         self._tables = np.full((len(choosers), MAX_PAGES), -1, np.int32)
         self._tables[:, : batch.block_table.shape[1]] = batch.block_table
 
@@ -76,7 +77,8 @@ class SelfDecoding:
         pages = self._tables[rows[:-1], at // self._page_size]
         assert (pages >= 0).all(), "a step without pages for its tokens"
         slots = pages * self._page_size + at % self._page_size
-        batch = Batch(*(tokens, at, slots, rows, at + 1, self._tables, rows[:-1], self._variant))
+        placed = self._tables, rows[:-1], self._variant, self._slots
+        batch = Batch(tokens, at, slots, rows, at + 1, *placed)
         logits = self.model.forward(batch, self._cache)
         self._positions = at + 1
         self._results.append([_choose(c, r) for c, r in zip(self._choosers, logits, strict=True)])

@@ -15,9 +15,13 @@ SIZE = 4
 
 
 def make_scheduler(
-    num_pages: int = 16, max_num_seqs: int = 4, chunk: int = 8, switch: int | None = None
+    num_pages: int = 16,
+    max_num_seqs: int = 4,
+    chunk: int = 8,
+    switch: int | None = None,
+    recurrent: bool = False,
 ) -> Scheduler:
-    return Scheduler(PageAllocator(num_pages, SIZE), max_num_seqs, chunk, switch)
+    return Scheduler(PageAllocator(num_pages, SIZE), max_num_seqs, chunk, switch, recurrent)
 
 
 class Simulation:
@@ -29,6 +33,7 @@ class Simulation:
         self.live: list[Sequence] = []
         self.finished: list[Sequence] = []
         self.contents: dict[int, list[tuple]] = {}  # page -> what its slots hold
+        self.states: dict[int, list[int]] = {}  # state slot -> tokens that it has taken
         self.random = random.Random(0)
 
     def add(self, sequence: Sequence) -> None:
@@ -61,10 +66,19 @@ class Simulation:
             assert len(w.sequence.pages) * SIZE >= w.sequence.num_computed + w.count
         assert sorted(map(id, [*s.running, *s.waiting])) == sorted(map(id, self.live))
         assert all(not q.pages and not q.num_computed for q in s.waiting)
+        slots = [q.state_slot for q in s.running]
+        assert len(set(slots)) == len(slots)
+        assert set(slots) <= set(range(s.max_num_seqs + 1))
+        assert all(q.state_slot is None for q in s.waiting)
 
     def write(self, work: Work) -> None:
         """Fills slots with (everything up to the token, factors), and checks what lies before."""
         q = work.sequence
+        if self.scheduler.recurrent:
+            assert q.state_slot is not None
+            state = self.states[q.state_slot] if q.num_computed else []
+            assert state == q.token_ids[: q.num_computed], "a state has taken other tokens"
+            self.states[q.state_slot] = q.token_ids[: q.num_computed + work.count]
         for i in range(q.num_computed + work.count):
             slots = self.contents.setdefault(q.pages[i // SIZE], [()] * SIZE)
             value = (tuple(q.token_ids[: i + 1]), q.long_rope)
@@ -84,6 +98,9 @@ class Simulation:
             copy = self.scheduler.fork(q, child)
             if copy is not None:
                 self.contents[copy[1]] = list(self.contents[copy[0]])
+            if child.state_slot is not None:
+                assert q.state_slot is not None
+                self.states[child.state_slot] = self.states.get(q.state_slot, [])
             if child.num_computed:
                 advancing.append(child)
         for each in advancing:
@@ -115,6 +132,7 @@ def test_everything_ends_and_no_page_is_lost(data: st.DataObject) -> None:
         draw(st.integers(1, 5)),
         draw(st.integers(1, 12)),
         draw(st.sampled_from([None, 9])),
+        draw(st.booleans()),
     )
     simulation = Simulation(scheduler, {})
     for _ in range(draw(st.integers(1, 25))):
@@ -140,6 +158,7 @@ def test_everything_ends_and_no_page_is_lost(data: st.DataObject) -> None:
             scheduler.allocator.check_integrity(
                 [*(q.pages for q in simulation.live), outsider.pages]
             )
+            assert outsider.state_slot not in [q.state_slot for q in simulation.live]
             scheduler.finish(outsider)
         elif event == "reset":
             scheduler.reset(simulation.live)
@@ -242,6 +261,17 @@ def test_a_known_beginning_is_not_computed_again() -> None:
     scheduler = simulation.scheduler
     scheduler.add(q)
     assert scheduler.plan()[0].count == 4
+
+
+def test_a_recurrent_model_takes_no_prefix_over() -> None:
+    for recurrent, count in ((False, 4), (True, 12)):
+        scheduler = make_scheduler(chunk=100, recurrent=recurrent)
+        first, second = make_sequence([5] * 8), make_sequence([5] * 12)
+        scheduler.add(first)
+        scheduler.complete(scheduler.plan()[0])
+        scheduler.finish(first)
+        scheduler.add(second)
+        assert scheduler.plan()[0].count == count
 
 
 def test_prompt_logprobs_need_the_whole_prompt() -> None:

@@ -76,6 +76,18 @@ FLEX_OLMO = BASE | MOE | {
     "architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo", "intermediate_size": 32,
     "num_experts": 8, "norm_topk_prob": False, "attention_bias": False, "pad_token_id": 0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+QWEN3_NEXT = BASE | MOE | {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "head_dim": 32,
+    "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 8,
+    "num_experts_per_tok": 3, "shared_expert_intermediate_size": 32, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16, "rms_norm_eps": 1e-06}
+QWEN3_5_TEXT = without(v5(QWEN3_NEXT), "intermediate_size") | {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text",
+    "attn_output_gate": True, "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32",
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True, "mrope_section": [2, 1, 1]}}
 # Old checkpoints name none of these.
 NEWER = ("attention_bias", "head_dim", "mlp_bias", "num_key_value_heads")
 
@@ -222,7 +234,28 @@ CASES: dict[str, Config] = {
         "rope_scaling": None},
     "flex_olmo_v5": v5(FLEX_OLMO) | {
         "norm_topk_prob": True, "num_key_value_heads": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}}
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "qwen3_next": QWEN3_NEXT | {
+        "num_hidden_layers": 3, "full_attention_interval": 2, "decoder_sparse_step": 1,
+        "mlp_only_layers": [1], "norm_topk_prob": True, "partial_rotary_factor": 0.25,
+        "rope_scaling": None, "rope_theta": 10000.0, "use_sliding_window": False},
+    "qwen3_next_v5": v5(QWEN3_NEXT) | {
+        "layer_types": ["full_attention", "linear_attention"], "attention_bias": True,
+        "linear_conv_kernel_dim": 3, "linear_num_key_heads": 3, "linear_num_value_heads": 3,
+        "linear_key_head_dim": 12, "norm_topk_prob": False, "tie_word_embeddings": True,
+        "rope_parameters": YARN | {"rope_theta": 50000.0, "partial_rotary_factor": 0.5}},
+    "qwen3_5_moe": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+        "image_token_id": 124, "video_token_id": 125, "vision_start_token_id": 126,
+        "vision_end_token_id": 127, "tie_word_embeddings": False, "transformers_version": "5.24.0",
+        "text_config": QWEN3_5_TEXT | {"layer_types": ["full_attention", "linear_attention"]},
+        "vision_config": {
+            "model_type": "qwen3_5_moe", "depth": 1, "hidden_size": 16, "intermediate_size": 16,
+            "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16,
+            "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}},
+    "qwen3_5_moe_text": QWEN3_5_TEXT | {
+        "num_hidden_layers": 2, "full_attention_interval": 2, "num_experts": 4,
+        "num_experts_per_tok": 2, "linear_num_value_heads": 6, "attention_bias": True}}
 
 # Keys whose change must move the logits: a list of other values for each. None deletes the key.
 OTHERS: dict[str, dict[str, list[Any]]] = {
@@ -298,10 +331,21 @@ OTHERS: dict[str, dict[str, list[Any]]] = {
     "hunyuan_v1_moe_v5": {"moe_topk": [1, 3], "rope_parameters.rope_theta": [1e4]},
     # The norm after flex_olmo's experts undoes what norm_topk_prob does.
     "flex_olmo": {"num_experts_per_tok": [2], "attention_bias": [False], "rope_theta": [1e4]},
-    "flex_olmo_v5": {"num_experts_per_tok": [1, 3], "rope_parameters.rope_theta": [1e5]}}
+    "flex_olmo_v5": {"num_experts_per_tok": [1, 3], "rope_parameters.rope_theta": [1e5]},
+    "qwen3_next": {"norm_topk_prob": [False], "num_experts_per_tok": [2, 4], "rope_theta": [1e6],
+                   "partial_rotary_factor": [0.5, 1.0], "rms_norm_eps": [1e-3]},
+    "qwen3_next_v5": {"norm_topk_prob": [True], "attention_bias": [False],
+                      "rope_parameters.partial_rotary_factor": [None, 1.0],
+                      "rope_parameters.factor": [2.0]},
+    "qwen3_5_moe": {f"text_config.{key}": values for key, values in (
+        ("num_experts_per_tok", [2, 4]), ("rope_parameters.partial_rotary_factor", [0.5, 1.0]),
+        ("rope_parameters.rope_theta", [1e4]))},
+    "qwen3_5_moe_text": {"rope_parameters.partial_rotary_factor": [1.0],
+                         "num_experts_per_tok": [1, 3], "rms_norm_eps": [1e-3]}}
 # Keys that look as if they mattered and do not.
 IGNORED: dict[str, dict[str, list[Any]]] = {
     "qwen3_moe_window": {"max_window_layers": [0, 2]},
+    "qwen3_5_moe": {"text_config.rope_parameters.mrope_section": [[4, 0, 0], [1, 1, 2]]},
     "llama_yarn": {"rope_parameters.mscale": [3.0], "rope_parameters.mscale_all_dim": [3.0]}}
 
 # The tokenizer.

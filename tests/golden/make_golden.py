@@ -27,7 +27,12 @@ from golden_cases import CASES, CHAT_TEMPLATE, IGNORED, OTHERS, SENTENCES, Confi
 from routing import router_gap
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
@@ -58,30 +63,42 @@ def build(config: Config, folder: Path | None = None) -> PreTrainedModel:
     if "quantization_config" in config:
         hf_config.quantization_config["dequantize"] = True
     how = {"dtype": torch.float32, "attn_implementation": "eager"}
+    auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     if folder is None:
-        return AutoModelForCausalLM.from_config(hf_config, **how).eval()
+        return auto.from_config(hf_config, **how).eval()
     how["experts_implementation"] = "eager"
-    return AutoModelForCausalLM.from_pretrained(folder, config=hf_config, **how).eval()
+    return auto.from_pretrained(folder, config=hf_config, **how).eval()
+
+
+def attention_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The self-attention of every layer that has one."""
+    layers = getattr(model.model, "language_model", model.model).layers
+    return [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
 
 
 def fill(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Random weights, rounded to bf16, that make attention and routers far from uniform."""
-    embedding_std = 0.3 if model.config.tie_word_embeddings else 0.05
+    norms_from_one = model.config.model_type.startswith(("qwen3_next", "qwen3_5"))
+    embedding_std = 0.3 if model.config.tie_word_embeddings or norms_from_one else 0.05
     embedding_std = 1.0 if model.config.model_type == "flex_olmo" else embedding_std
     for name, weight in tensors(model):
         if name.endswith("norm.weight"):
             weight.data.uniform_(0.5, 1.5, generator=generator)
+            if norms_from_one and "linear_attn" not in name:
+                weight.data -= 1
         elif "embed_tokens" in name:
             weight.data.normal_(0.0, embedding_std, generator=generator)
         elif name.endswith("e_score_correction_bias"):
             weight.data.normal_(0.0, 0.1, generator=generator)
         elif name.endswith("bias"):
             weight.data.normal_(0.0, 0.3, generator=generator)
+        elif name.endswith("A_log"):
+            weight.data.uniform_(-4.0, 0.0, generator=generator)
         elif name.endswith("sinks"):
             weight.data.normal_(1.0, 1.0, generator=generator)
         else:
             routers = ("mlp.gate.weight", "router.weight", "gate.wg.weight", "lm_head.weight")
-            gain = 2.0 if name.endswith(routers) else 1.5
+            gain = 2.0 if name.endswith(routers) else 1.0 if norms_from_one else 1.5
             is_columns = model.config.model_type == "gpt_oss" and weight.dim() == 3
             std = gain / math.sqrt(weight.shape[-2 if is_columns else -1])
             weight.data.normal_(0.0, std, generator=generator)
@@ -191,13 +208,15 @@ def check_features(name: str, folder: Path, ids: torch.Tensor, want: torch.Tenso
             assert effect(build(changed(config, path, value), folder), ids, want) == 0.0, path
     model = build(config, folder)
     for norm in ("q_norm", "k_norm"):
-        if hasattr(model.model.layers[0].self_attn, norm):
+        if hasattr(attention_layers(model)[0], norm):
             unnormed = copy.deepcopy(model)
-            for layer in unnormed.model.layers:
-                setattr(layer.self_attn, norm, torch.nn.Identity())
+            for attention in attention_layers(unnormed):
+                setattr(attention, norm, torch.nn.Identity())
             effects[f"without {norm}"] = effect(unnormed, ids, want)
     for tensor, weight in tensors(model):
-        parts = weight.data if weight.dim() == 3 else [weight.data]
+        if "visual" in tensor:
+            continue
+        parts = weight.data if weight.dim() == 3 and "experts" in tensor else [weight.data]
         for index, part in enumerate(parts):
             kept = part.clone()
             part.fill_(1.0 if tensor.endswith("norm.weight") else 0.0)
@@ -215,7 +234,8 @@ def make_case(name: str, folder: Path) -> None:
         generator = torch.Generator().manual_seed(seed)
         model = build(config)
         fill(model, generator)
-        ids = torch.randint(RESERVED, config["vocab_size"], (PROMPT,), generator=generator)
+        vocabulary = config.get("text_config", config)["vocab_size"]
+        ids = torch.randint(RESERVED, vocabulary, (PROMPT,), generator=generator)
         if decisive(model, ids):
             break
     else:

@@ -22,10 +22,10 @@ def router_gap(model: PreTrainedModel, ids: torch.Tensor) -> float:
     """Smallest gap between the last chosen and the first rejected expert, or group of experts,
     by what the routers compare: scores with a bias (those of softmax in units of 1 / experts),
     else logits. inf for a dense model."""
-    gaps = [math.inf]
+    gaps, config = [math.inf], model.config.get_text_config()
 
     def watch(bias: torch.Tensor | None) -> object:
-        return lambda module, args, output: gaps.append(gap_of(model.config, output[0], bias))
+        return lambda module, args, output: gaps.append(gap_of(config, output[0], bias))
 
     routers = [
         (name, module)

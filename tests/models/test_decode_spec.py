@@ -42,6 +42,7 @@ def test_what_the_kernels_know() -> None:
     ("change", "words"),
     [
         ({"sinks": True}, "attention sinks"),
+        ({"output_gate": True}, "attention with an output gate"),
         ({"window": 128}, "a sliding window"),
         ({"clip": 1.0}, "clipped q, k and v"),
         ({"interleaved": True}, "interleaved rotary"),

@@ -8,7 +8,7 @@ import pytest
 from npmoe.formats import quantize
 from npmoe.ops.linear import prepare_linear
 from npmoe.ops.norm import rms_norm_ref
-from npmoe.ops.qkv import QKVWeights, qkv
+from npmoe.ops.qkv import QKVWeights, gated_qkv, qkv
 from npmoe.ops.quantize import KVPages, read_kv_pages
 from npmoe.ops.rope import rope_ref
 from tests.helpers import make_pages, normal, relative_error
@@ -97,6 +97,25 @@ def test_the_pages_hold_quantised_keys_after_rotary(kv_format: str) -> None:
     share = {"bf16": 0.005, "int8": 0.005, "fp8": 0.04}.get(kv_format, 0.17)
     for got, want in ((k, want_k), (v, want_v)):
         assert 0 < relative_error(got[SLOTS[[0, 1, 2, 4]]], want[[0, 1, 2, 4]]) < share
+
+
+def test_gates_follow_each_head_of_q() -> None:
+    """The same q, k and v as without gates, whose rows stand between those of q."""
+    norms = {"q_norm": normal(DIM, seed=5), "k_norm": normal(DIM, seed=6)}
+    plain, x = weights(**norms), normal(TOKENS, HIDDEN)
+    rows = quantize(normal(ROWS, HIDDEN, seed=1), "bf16").dequantize()
+    gate_rows = quantize(normal(HEADS * DIM, HIDDEN, seed=7), "bf16").dequantize()
+    heads = [a.reshape(HEADS, DIM, HIDDEN) for a in (rows[: HEADS * DIM], gate_rows)]
+    both = np.concatenate(heads, axis=1).reshape(-1, HIDDEN)
+    projection = prepare_linear(quantize(np.concatenate([both, rows[HEADS * DIM :]]), "bf16"))
+    gated = QKVWeights(plain.input_norm, projection, None, plain.q_norm, plain.k_norm)
+    pages = [make_pages("fp32", 2, KV_HEADS, DIM, page_size=4) for _ in range(2)]
+    q, gates = gated_qkv(x, gated, EPS, DIM, *angles(), *pages, SLOTS)
+    for got, want in zip((q, *map(_all_slots, pages)), run(plain, x), strict=True):
+        np.testing.assert_array_equal(got, want)
+    want = rms_norm_ref(x, plain.input_norm, EPS) @ gate_rows.T
+    assert gates.shape == (TOKENS, HEADS, DIM)
+    assert relative_error(gates.reshape(TOKENS, -1), want) < 5e-6
 
 
 def test_interleaved_rotary_turns_neighbours() -> None:

@@ -1,0 +1,52 @@
+"""What a model keeps of its sequences, layer by layer."""
+
+import pytest
+
+from npmoe.config import KVCacheConfig
+from npmoe.kv.states import RecurrentState
+from npmoe.models.cache import ModelCache, num_state_slots, token_bytes
+from npmoe.models.families import read_model
+from tests.golden.golden_cases import CASES
+
+FP32 = KVCacheConfig("fp32", "fp32")
+
+
+def cache_of(name: str) -> ModelCache:
+    """Five pages of 4 tokens, two slots."""
+    return ModelCache(read_model(CASES[name], "")[1], 5, 4, FP32, num_slots=2)
+
+
+def test_layers_have_pages_or_states_in_the_models_order() -> None:
+    cache = cache_of("qwen3_next")
+    kinds = [isinstance(layer, RecurrentState) for layer in cache.layers]
+    assert kinds == [True, False, True]
+    assert cache.layers[1] is cache.pages[0]
+    assert len(cache.pages) == 1
+
+
+def test_without_states_the_layers_are_the_pages() -> None:
+    cache = cache_of("qwen3_moe")
+    assert cache.layers is cache.pages
+    cache.copy_state(0, 1)  # nothing to copy
+
+
+def test_a_state_is_copied_and_a_page_is() -> None:
+    cache = cache_of("qwen3_next")
+    first, (keys, _), last = cache.layers
+    assert isinstance(first, RecurrentState)
+    assert isinstance(last, RecurrentState)
+    first.conv[0], last.memory[0], keys.codes[3] = 1, 2, 3
+    cache.copy_state(0, 1)
+    cache.copy_page(3, 4)
+    assert (first.conv[1].max(), last.memory[1].min(), keys.codes[4].min()) == (1, 2, 3)
+    assert not first.memory.any()
+
+
+@pytest.mark.parametrize(("name", "pages", "states"), [("qwen3_moe", 3, 0), ("qwen3_next", 1, 2)])
+def test_bytes(name: str, pages: int, states: int) -> None:
+    spec = read_model(CASES[name], "")[1]
+    per_token = pages * 2 * spec.num_kv_heads * spec.head_dim * 4
+    assert token_bytes(spec, FP32) == per_token
+    assert spec.state_bytes == states * 4 * (3 * 128 + 4 * 16 * 16)
+    assert cache_of(name).nbytes == 5 * 4 * per_token + 2 * spec.state_bytes
+    assert num_state_slots(16) == 17
