@@ -84,6 +84,11 @@ def _alternate(w: QuantTensor) -> QuantTensor:
         return out.reshape(*lead, 2 * width, a.shape[-1])
 
     changed = {name: pair(a) for name, a in w.arrays().items() if name != "global_scale"}
+    if w.has_row_globals:
+        halves = w.global_scale.reshape(*lead, 2, rows // 2)
+        padding = xp.broadcast_to(halves[..., -1:], (*lead, 2, width - rows // 2))
+        halves = xp.concatenate([halves, padding], axis=-1)
+        changed["global_scale"] = xp.swapaxes(halves, -1, -2).reshape(*lead, 2 * width)
     return replace(w, shape=(*lead, 2 * width, columns), **changed)
 
 

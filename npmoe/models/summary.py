@@ -7,9 +7,9 @@ from npmoe.config import KV_FORMATS, WEIGHT_PARTS, KVCacheConfig
 from npmoe.dtypes import SAFETENSORS_DTYPES, gigabytes
 from npmoe.errors import UnsupportedModel
 from npmoe.kv.storage import check_kv_format, kv_bytes_per_token
-from npmoe.models.conversion import format_bytes, running_bytes
+from npmoe.models.conversion import format_bytes, group_as, running_bytes
 from npmoe.models.parameters import TABLE, VECTOR, Parameter
-from npmoe.models.stored import OpenModel, expected_tensors, stored_format, stored_formats
+from npmoe.models.stored import OpenModel, Storage, expected_tensors, stored_words
 
 STORED = "stored"
 COMPARED_FORMATS = ("bf16", "fp8", "fp4")
@@ -46,9 +46,10 @@ class ModelSummary:
 
     parameters_active: what one token passes through; num_experts_per_tok of the experts and, as
     model cards count, the whole embedding. A tied head counts once.
-    formats, stored_bytes: by part. read_bytes: weight format -> bytes that one decoded token reads
-    (one row of the embedding); "stored" is the checkpoint's own. kv_bytes: cache format -> bytes
-    of one token in all layers. A format that the model's shapes cannot take is left out.
+    formats (for people), stored_bytes: by part. read_bytes: weight format -> bytes that one
+    decoded token reads (one row of the embedding); "stored" is the checkpoint's own. kv_bytes:
+    cache format -> bytes of one token in all layers. A format that the model's shapes cannot take
+    is left out.
     """
 
     path: str
@@ -97,7 +98,7 @@ def summarize(opened: OpenModel, memories: list[Memory]) -> ModelSummary:
         tied=spec.tied,
         parameters_total=sum(counts.values()),
         parameters_active=sum(counts.values()) - routed + active,
-        formats=stored_formats(opened),
+        formats=stored_words(opened),
         stored_bytes=_stored_bytes(opened),
         read_bytes=_present({w: read_bytes(opened, w) for w in (STORED, *COMPARED_FORMATS)}),
         kv_bytes=kv_bytes,
@@ -127,10 +128,11 @@ def _running_sizes(opened: OpenModel, weights: str, cpu: bool) -> list[tuple[Par
     sizes = []
     for parameter in opened.parameters:
         chosen = weights != STORED and parameter.part in WEIGHT_PARTS
-        name = weights if chosen else stored_format(opened, parameter)
+        storage = opened.storages.get(parameter.name, Storage("fp32"))  # vectors are float32
+        name = weights if chosen else storage.format
         measure = running_bytes if cpu and parameter.part != TABLE else format_bytes
         try:
-            size = measure(name or "fp32", parameter.shape)  # vectors are float32
+            size = measure(name, parameter.shape, group_as(storage, name))
         except ValueError:
             return []
         sizes.append((parameter, size))

@@ -8,7 +8,7 @@ import pytest
 from npmoe.config import parse_weights
 from npmoe.errors import DeviceError, OutOfMemory
 from npmoe.formats.quant_tensor import QuantTensor, quantize
-from npmoe.models.conversion import chosen_formats, convert_parameter
+from npmoe.models.conversion import convert_parameter, loaded_formats
 from npmoe.models.convert import convert_checkpoint
 from npmoe.models.gpu import prepare_for_gpu
 from npmoe.models.parameters import VECTOR, Parameter
@@ -61,7 +61,7 @@ def test_a_checkpoint(tmp_path: Path, source: str, buffer_bytes: int) -> None:
         folder = tmp_path / "fp4"
         convert_checkpoint(GOLDEN / "mixtral", folder, parse_weights("fp4"), quiet=True)
     opened, policy = open_model(folder), parse_weights("fp4")
-    found = load_on_gpu(opened, chosen_formats(opened, policy), True, buffer_bytes)
+    found = load_on_gpu(opened, loaded_formats(opened, policy, "cuda"), True, buffer_bytes)
     for p in opened.parameters:
         w = read_parameter(opened, p)
         if p.part != VECTOR:
@@ -77,7 +77,7 @@ def test_little_memory_is_left_behind() -> None:
     pool = cupy().get_default_memory_pool()
     before = pool.total_bytes()
     opened = open_model(GOLDEN / "mixtral")
-    weights = load_on_gpu(opened, chosen_formats(opened, {}), quiet=True)
+    weights = load_on_gpu(opened, loaded_formats(opened, {}, "cuda"), quiet=True)
     kept = sum(w.nbytes for w in weights.values())
     assert kept <= pool.total_bytes() - before <= kept + staging_bytes(opened) + (64 << 20)
 

@@ -13,7 +13,7 @@ from npmoe.config import parse_weights
 from npmoe.errors import CheckpointError, UnsupportedModel
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models import prepare, upload
-from npmoe.models.conversion import chosen_formats, convert_parameter
+from npmoe.models.conversion import chosen_formats, convert_parameter, loaded_formats
 from npmoe.models.convert import convert_checkpoint
 from npmoe.models.gpu import prepare_for_gpu
 from npmoe.models.parameters import VECTOR
@@ -121,7 +121,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 )
 def test_a_hub_checkpoint(gpu: None, name: str, buffer_bytes: int, weights: str) -> None:
     opened = open_model(GOLDEN / name)
-    formats = chosen_formats(opened, parse_weights(weights))
+    formats = loaded_formats(opened, parse_weights(weights), "cuda")
     found = upload.load_on_gpu(opened, formats, True, buffer_bytes)
     assert_same(found, expected_weights(open_model(GOLDEN / name), weights))
     assert opened.checkpoint.unused() == []
@@ -138,7 +138,7 @@ def test_a_converted_checkpoint_is_laid_out_and_not_quantised_again(
     policy = parse_weights("fp4")
     convert_checkpoint(GOLDEN / "mixtral", target, policy, quiet=True)
     opened = open_model(target)
-    found = upload.load_on_gpu(opened, chosen_formats(opened, {}), True, buffer_bytes)
+    found = upload.load_on_gpu(opened, loaded_formats(opened, {}, "cuda"), True, buffer_bytes)
     assert_same(found, expected_weights(opened, "native"))
     assert_same(found, expected_weights(open_model(GOLDEN / "mixtral"), "fp4"))
 
@@ -151,16 +151,18 @@ def test_other_formats_are_converted_or_stored_with_the_same_outcome(
     policy = parse_weights(weights)
     original = open_model(GOLDEN / "mixtral")
     expected = expected_weights(original, weights)
-    assert_same(upload.load_on_gpu(original, chosen_formats(original, policy), True), expected)
+    assert_same(
+        upload.load_on_gpu(original, loaded_formats(original, policy, "cuda"), True), expected
+    )
     convert_checkpoint(GOLDEN / "mixtral", tmp_path / weights, policy, quiet=True)
     stored = open_model(tmp_path / weights)
-    assert_same(upload.load_on_gpu(stored, chosen_formats(stored, {}), True), expected)
+    assert_same(upload.load_on_gpu(stored, loaded_formats(stored, {}, "cuda"), True), expected)
 
 
 @needs_gxx
 def test_experts_that_are_stored_as_mxfp4_stay_so(gpu: None) -> None:
     opened = open_model(GOLDEN / "gpt_oss")
-    found = upload.load_on_gpu(opened, chosen_formats(opened, {}), True)
+    found = upload.load_on_gpu(opened, loaded_formats(opened, {}, "cuda"), True)
     assert found["layers.0.down_proj"].format == "mxfp4"
     assert_same(found, expected_weights(opened, "native"))
 
@@ -175,7 +177,7 @@ def test_tensors_of_several_types_are_put_together_on_the_host(gpu: None, tmp_pa
     tensors[name] = ("F32", shape, wide)
     write_safetensors(folder / "model.safetensors", tensors)
     opened = open_model(folder)
-    formats = chosen_formats(opened, parse_weights("fp4"))
+    formats = loaded_formats(opened, parse_weights("fp4"), "cuda")
     assert_same(upload.load_on_gpu(opened, formats, True), expected_weights(opened, "fp4"))
 
 
@@ -188,7 +190,7 @@ def test_values_that_fp4_cannot_hold_name_the_matrix(gpu: None, tmp_path: Path) 
     tensors[name] = (dtype, shape, b"\xc0\xff" + data[2:])
     write_safetensors(folder / "model.safetensors", tensors)
     opened = open_model(folder)
-    formats = chosen_formats(opened, parse_weights("fp4"))
+    formats = loaded_formats(opened, parse_weights("fp4"), "cuda")
     with pytest.raises(ValueError, match=r"layers\.1\.o_proj .* cannot be fp4: .*NaN"):
         upload.load_on_gpu(opened, formats, True)
 
@@ -196,9 +198,9 @@ def test_values_that_fp4_cannot_hold_name_the_matrix(gpu: None, tmp_path: Path) 
 @needs_gxx
 def test_the_rate_is_said_unless_quiet(gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     opened = open_model(GOLDEN / "mixtral")
-    upload.load_on_gpu(opened, chosen_formats(opened, {}), quiet=True)
+    upload.load_on_gpu(opened, loaded_formats(opened, {}, "cuda"), quiet=True)
     assert capsys.readouterr() == ("", "")
-    upload.load_on_gpu(opened, chosen_formats(opened, {}))
+    upload.load_on_gpu(opened, loaded_formats(opened, {}, "cuda"))
     assert "of weights in" in (said := capsys.readouterr().err)
     assert "GB/s" in said
 
@@ -212,7 +214,7 @@ def test_a_shard_that_shrinks_after_it_was_opened(gpu: None, tmp_path: Path, kin
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(info.stop - 7)
     with pytest.raises(CheckpointError, match=r"model\.safetensors has become shorter"):
-        upload.load_on_gpu(opened, chosen_formats(opened, {}), True)
+        upload.load_on_gpu(opened, loaded_formats(opened, {}, "cuda"), True)
 
 
 def test_a_quantised_part_is_not_quantised_again(tmp_path: Path) -> None:
