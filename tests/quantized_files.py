@@ -192,7 +192,7 @@ def gptq(bits: int, group: int | None, offset: int = 1, index: bool = True, **op
         shape = (rows, columns)
         made = Integers.make(rng, shape, bits, group or columns, low=offset, **options)
         stored = {
-            "qweight": ("I32", np.ascontiguousarray(pack_words(made.codes.T.T, bits).T)),
+            "qweight": ("I32", np.ascontiguousarray(pack_words(made.codes, bits).T)),
             "qzeros": ("I32", pack_words(made.zeros.T - offset, bits)),
             "scales": ("F16", np.ascontiguousarray(made.scales.T)),
         }
@@ -425,7 +425,7 @@ def make_quantized(
     tensors = read_safetensors(GOLDEN / base / "model.safetensors")
     plain, values, rng = dict(tensors), {}, np.random.default_rng(seed)
     for name, (_, shape, _) in list(tensors.items()):
-        if ".layers." not in name or len(shape) != 2 or name.endswith("mlp.gate.weight"):
+        if ".layers." not in name or len(shape) != 2 or name.endswith(".gate.weight"):
             continue
         module = name.removesuffix(".weight")
         stored, values[module] = case.pack(rng, *shape)

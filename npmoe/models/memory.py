@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from npmoe.config import EngineConfig, KVCacheConfig, WeightsPolicy, parse_weights
 from npmoe.dtypes import gigabytes
 from npmoe.errors import OutOfMemory, UnsupportedModel
-from npmoe.formats.fragments import RECORD_BYTES
+from npmoe.formats.fragments import RECORD_BYTES, RECORDS
 from npmoe.kv.storage import check_kv_format, kv_bytes_per_token
 from npmoe.models.conversion import format_bytes, group_as, loaded_formats, running_bytes
 from npmoe.models.decode import KV_CODES
+from npmoe.models.gpu import prepared_bytes
 from npmoe.models.parameters import TABLE, VECTOR
 from npmoe.models.stored import OpenModel
 from npmoe.models.upload import staging_bytes
@@ -58,15 +59,17 @@ def need_of(opened: OpenModel, policy: WeightsPolicy, kv_cache: KVCacheConfig, d
 def _weight_bytes(opened: OpenModel, policy: WeightsPolicy, device: str) -> float:
     """Bytes of all prepared matrices; on the CPU the embedding stays in the mapped file."""
     formats = loaded_formats(opened, policy, device)
-    measure = running_bytes if device == "cpu" else format_bytes
     left_out = (VECTOR, TABLE) if device == "cpu" else (VECTOR,)
     total = 0.0
     for p in opened.parameters:
         if p.part not in left_out:
             name = formats[p.name]
-            # a GPU's records have the groups of our own formats
-            group = group_as(opened.storages[p.name], name) if device == "cpu" else None
-            total += measure(name, p.shape, group)
+            if device == "cpu":
+                total += running_bytes(name, p.shape, group_as(opened.storages[p.name], name))
+            elif name in RECORDS:
+                total += prepared_bytes(p, name)
+            else:  # refused elsewhere, with what there are kernels for
+                total += format_bytes(name, p.shape)
     return total
 
 

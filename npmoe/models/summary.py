@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from npmoe.config import KV_FORMATS, WEIGHT_PARTS, KVCacheConfig
 from npmoe.dtypes import SAFETENSORS_DTYPES, gigabytes
 from npmoe.errors import UnsupportedModel
+from npmoe.formats.fragments import RECORDS
 from npmoe.kv.storage import check_kv_format, kv_bytes_per_token
 from npmoe.models.conversion import format_bytes, group_as, running_bytes
+from npmoe.models.gpu import prepared_bytes
 from npmoe.models.parameters import TABLE, VECTOR, Parameter
 from npmoe.models.stored import OpenModel, Storage, expected_tensors, stored_words
 
@@ -123,8 +125,13 @@ def _stored_bytes(opened: OpenModel) -> dict[str, int]:
     return found
 
 
-def _running_sizes(opened: OpenModel, weights: str, cpu: bool) -> list[tuple[Parameter, float]]:
-    """Every parameter with its bytes while it runs; empty where the format cannot hold one."""
+def _running_sizes(
+    opened: OpenModel, weights: str, cpu: bool, padded: bool = False
+) -> list[tuple[Parameter, float]]:
+    """Every parameter with its bytes while it runs; empty where the format cannot hold one.
+
+    padded: with what a GPU's layout adds, where it has one for the format.
+    """
     sizes = []
     for parameter in opened.parameters:
         chosen = weights != STORED and parameter.part in WEIGHT_PARTS
@@ -133,6 +140,8 @@ def _running_sizes(opened: OpenModel, weights: str, cpu: bool) -> list[tuple[Par
         measure = running_bytes if cpu and parameter.part != TABLE else format_bytes
         try:
             size = measure(name, parameter.shape, group_as(storage, name))
+            if padded and name in RECORDS:
+                size = prepared_bytes(parameter, name)
         except ValueError:
             return []
         sizes.append((parameter, size))
@@ -174,7 +183,7 @@ def _fits(opened: OpenModel, memories: list[Memory], kv_bytes: dict[str, float])
     taken = {}
     for cpu in {memory.cpu for memory in memories}:
         for weights in (STORED, *COMPARED_FORMATS):
-            sizes = _running_sizes(opened, weights, cpu)
+            sizes = _running_sizes(opened, weights, cpu, padded=not cpu)
             if sizes:
                 taken[cpu, weights] = float(sum(size for _, size in sizes))
     fits = []

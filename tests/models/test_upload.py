@@ -1,27 +1,32 @@
 """Loading to a GPU, without one: pinned memory, streams and kernels are the CPU's."""
 
+import math
 import shutil
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from npmoe.config import parse_weights
+from npmoe.config import KVCacheConfig, parse_weights
 from npmoe.errors import CheckpointError, UnsupportedModel
+from npmoe.formats.fragments import RECORDS
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models import prepare, upload
-from npmoe.models.conversion import chosen_formats, convert_parameter, loaded_formats
+from npmoe.models.conversion import chosen_formats, conversions, convert_parameter, loaded_formats
 from npmoe.models.convert import convert_checkpoint
 from npmoe.models.gpu import prepare_for_gpu
+from npmoe.models.memory import need_of
 from npmoe.models.parameters import VECTOR
 from npmoe.models.stored import OpenModel, open_model, read_parameter
 from npmoe.runtime import transfer
 from tests.cuda import build
 from tests.cuda.support import same_bits
-from tests.helpers import GOLDEN, read_safetensors, write_safetensors
+from tests.helpers import GOLDEN, by_name, read_safetensors, write_safetensors
+from tests.quantized_files import CASES, Case, make_quantized
 
 needs_gxx = pytest.mark.skipif(build.missing() is not None, reason=build.missing() or "")
 
@@ -165,6 +170,42 @@ def test_experts_that_are_stored_as_mxfp4_stay_so(gpu: None) -> None:
     found = upload.load_on_gpu(opened, loaded_formats(opened, {}, "cuda"), True)
     assert found["layers.0.down_proj"].format == "mxfp4"
     assert_same(found, expected_weights(opened, "native"))
+
+
+@needs_gxx
+@by_name(CASES)
+def test_what_others_quantised(gpu: None, tmp_path: Path, case: Case) -> None:
+    """Laid out from what the CPU reads, in its format where kernels read that, else in bf16."""
+    opened = open_model(make_quantized(tmp_path / "model", case, "mixtral")[0])
+    formats = loaded_formats(opened, {}, "cuda")
+    expected = {}
+    for p in opened.parameters:
+        w = expected[p.name] = read_parameter(opened, p)
+        if p.part != VECTOR:
+            assert formats[p.name] == (w.format if w.format in RECORDS else "bf16")
+            converted = convert_parameter(p, w, {p.part: formats[p.name]})
+            expected[p.name] = prepare_for_gpu(p, converted)
+    assert_same(upload.load_on_gpu(opened, formats, True), expected)
+    matrices = [p for p in opened.parameters if p.part != VECTOR]
+    kept = sum(expected[p.name].nbytes for p in matrices)
+    assert need_of(opened, {}, KVCacheConfig(), "cuda").weights == kept
+
+
+@needs_gxx
+def test_tables_and_routers_of_other_types_become_bf16(gpu: None, tmp_path: Path) -> None:
+    folder, _ = make_quantized(tmp_path / "model", CASES[0], "mixtral")
+    tensors = read_safetensors(folder / "model.safetensors")
+    name = next(n for n in tensors if n.endswith("block_sparse_moe.gate.weight"))
+    shape = tensors[name][1]
+    values = np.linspace(-1, 1, math.prod(shape)).astype(np.float16)
+    tensors[name] = ("F16", shape, values.tobytes())
+    write_safetensors(folder / "model.safetensors", tensors)
+    opened = open_model(folder)
+    formats = loaded_formats(opened, {}, "cuda")
+    assert "router: fp16 has no equal here, converted to bf16" in conversions(opened, {}, formats)
+    found = upload.load_on_gpu(opened, formats, True)
+    expected = values.astype(ml_dtypes.bfloat16).view(np.uint16).reshape(shape)
+    np.testing.assert_array_equal(found["layers.0.router"], expected)
 
 
 @needs_gxx
