@@ -332,6 +332,24 @@ CASES = [
         "compressed-tensors int4, groups of 32",
     ),
     Case(
+        "w4a16-asymmetric-float32-scales",
+        compressed_config(
+            "pack-quantized", ints(4, strategy="group", group_size=16, symmetric=False)
+        ),
+        compressed_ints(4, 16, symmetric=False, dtype=np.float32),
+        "int4_asym",
+        (1, 16),
+        "compressed-tensors int4 with zero points, groups of 16",
+    ),
+    Case(
+        "w8a16-float32-scales",
+        compressed_config("pack-quantized", ints(8, strategy="group", group_size=32)),
+        compressed_ints(8, 32, symmetric=True, dtype=np.float32),
+        "int8",
+        (1, 32),
+        "compressed-tensors int8, groups of 32",
+    ),
+    Case(
         "w4a16-reordered",
         compressed_config(
             "pack-quantized", ints(4, strategy="group", group_size=16, actorder="group")
@@ -413,6 +431,14 @@ CASES = [
         "GPTQ int8 with zero points, groups of 32",
     ),
 ]
+
+GOLDEN_CASES = (
+    "nvfp4-compressed",
+    "w4a16-float32-scales",
+    "w4a16-asymmetric-float32-scales",
+    "w8a16-float32-scales",
+)
+"""Those whose logits tests/golden/make_quantized.py asks transformers for."""
 
 
 def make_quantized(

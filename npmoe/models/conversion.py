@@ -62,12 +62,27 @@ def loaded_formats(opened: OpenModel, policy: WeightsPolicy, device: str) -> dic
     for p in opened.parameters:
         if p.part == VECTOR:
             continue
-        stored = opened.storages[p.name].format
-        readable = ("bf16",) if p.part in (ROUTER, TABLE) else tuple(RECORDS)
-        if device == "cuda" and opened.quantization is not None and stored not in readable:
+        storage = opened.storages[p.name]
+        stored = storage.format
+        if device == "cuda" and opened.quantization is not None and not _has_kernel(p, storage):
             stored = "bf16"
         formats[p.name] = policy.get(p.part, stored)
     return formats
+
+
+def _has_kernel(parameter: Parameter, storage: Storage) -> bool:
+    """Whether a GPU's kernels read a matrix in its own format and groups."""
+    if parameter.part in (ROUTER, TABLE):
+        return storage.format == "bf16"
+    if storage.format not in RECORDS:
+        return False
+    width = RECORDS[storage.format].scale_columns
+    return (
+        not storage.group
+        or not width
+        or storage.group % width == 0
+        or storage.group >= parameter.shape[-1]
+    )
 
 
 def part_formats(opened: OpenModel, formats: dict[str, str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from npmoe.models.parameters import ROUTER, TABLE, VECTOR
 from npmoe.models.stored import OpenModel, open_model, read_parameter, stored_formats
 from npmoe.models.summary import Memory, describe, summarize
 from tests.helpers import (
+    GOLDEN,
     by_name,
     golden_arrays,
     logits_in_chunks,
@@ -25,7 +26,7 @@ from tests.helpers import (
     relative_error,
     write_safetensors,
 )
-from tests.quantized_files import CASES, Case, make_quantized
+from tests.quantized_files import CASES, GOLDEN_CASES, Case, make_quantized
 
 BY_NAME = {case.name: case for case in CASES}
 QKV = tuple(f"self_attn.{n}_proj" for n in "qkv")
@@ -78,6 +79,16 @@ def test_it_runs_as_its_values_in_float32_do(case: Case, tmp_path: Path) -> None
     expected = logits_in_chunks(plain, ids, 30)
     for chunk in (1, 30):
         assert relative_error(logits_in_chunks(quantized, ids, chunk), expected) < 2e-5
+
+
+@pytest.mark.parametrize("name", GOLDEN_CASES)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    folder, _ = make_quantized(tmp_path / "model", BY_NAME[name], "qwen3")
+    with np.load(GOLDEN / "quantized.npz") as golden:
+        expected = golden[name]
+    ids = golden_arrays("qwen3")["input_ids"][:40]
+    model = load_model(open_model(folder), {}, "cpu", quiet=True)
+    assert relative_error(logits_in_chunks(model, ids, 40), expected) < 1e-5
 
 
 @by_name(CASES)
