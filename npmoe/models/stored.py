@@ -58,8 +58,8 @@ class OpenModel:
     """A checkpoint whose headers were read and checked; no weight has been touched yet.
 
     own_formats: part -> format where `npmoe convert` wrote it, None for Hugging Face's layout.
-    quantization: how others quantised it, None where they did not. storages: by parameter name, of
-    the matrices.
+    quantization: how others quantised it, None where they did not. schemes: by tensor name, found
+    so far. storages: by parameter name, of the matrices.
     """
 
     checkpoint: Checkpoint
@@ -68,6 +68,7 @@ class OpenModel:
     parameters: list[Parameter]
     own_formats: dict[str, str] | None
     quantization: Quantization | None = None
+    schemes: dict[str, Scheme | None] = field(default_factory=dict)
     storages: dict[str, Storage] = field(default_factory=dict)
 
 
@@ -188,8 +189,11 @@ def _source_tensors(
 
 
 def _scheme(opened: OpenModel, parameter: Parameter, name: str) -> Scheme | None:
-    is_vector = parameter.part == VECTOR
-    return None if is_vector else scheme_of(opened.quantization, opened.checkpoint, name)
+    if opened.quantization is None or parameter.part == VECTOR:
+        return None
+    if name not in opened.schemes:
+        opened.schemes[name] = scheme_of(opened.quantization, opened.checkpoint, name)
+    return opened.schemes[name]
 
 
 def _is_fused(opened: OpenModel, parameter: Parameter) -> bool:

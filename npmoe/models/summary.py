@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from npmoe.config import KV_FORMATS, WEIGHT_PARTS, KVCacheConfig
-from npmoe.dtypes import SAFETENSORS_DTYPES, gigabytes
+from npmoe.dtypes import gigabytes
 from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import RECORDS
 from npmoe.kv.storage import check_kv_format, kv_bytes_per_token
@@ -117,11 +117,11 @@ def _stored_bytes(opened: OpenModel) -> dict[str, int]:
     found: dict[str, int] = {}
     seen = set()
     for parameter in opened.parameters:
-        for name, shape, _ in expected_tensors(opened, parameter):
+        for name, *_ in expected_tensors(opened, parameter):
             if name not in seen:
                 seen.add(name)
-                size = SAFETENSORS_DTYPES[opened.checkpoint.tensors[name].dtype].itemsize
-                found[parameter.part] = found.get(parameter.part, 0) + math.prod(shape) * size
+                info = opened.checkpoint.tensors[name]
+                found[parameter.part] = found.get(parameter.part, 0) + info.stop - info.start
     return found
 
 

@@ -71,7 +71,7 @@ def _stream(
     uploader = Uploader(staging_bytes(opened), buffer_bytes)
     with uploader.stream:
         flags = cupy().zeros(len(matrices), np.int32)
-    arriving = uploader.uploads(_jobs(opened, matrices))
+    arriving = uploader.uploads(_jobs(opened, matrices, formats, quiet))
     for parameter in progress(opened.parameters, "loading weights", quiet):
         if parameter.part == VECTOR:
             weights[parameter.name] = to_device(read_parameter(opened, parameter), "cuda")
@@ -105,13 +105,18 @@ class _Job:
         return replace(self.empty, **typed)
 
 
-def _jobs(opened: OpenModel, matrices: list[Parameter]) -> Iterator[tuple[_Job, list[list[Piece]]]]:
+def _jobs(
+    opened: OpenModel, matrices: list[Parameter], formats: dict[str, str], quiet: bool
+) -> Iterator[tuple[_Job, list[list[Piece]]]]:
     for number, parameter in enumerate(matrices):
         pieces = _pieces(opened, parameter)
         if pieces is not None:
             yield _stored_job(opened, number, parameter), pieces
             continue
         w = read_parameter(opened, parameter)
+        rounds = w.format.startswith("int4") and formats[parameter.name] == w.format
+        if rounds and w.scales.dtype == np.float32:
+            say(f"{parameter.name}: fp16 cannot hold its scales exactly, rounded", quiet)
         arrays = w.arrays()
         fields = {name: (a.dtype, a.shape) for name, a in arrays.items()}
         job = _Job(number, parameter, w.map_arrays(lambda a: None), fields)

@@ -18,7 +18,8 @@ from npmoe.models.upload import load_on_gpu, staging_bytes
 from npmoe.runtime.device import cupy, free_cached_memory, resolve_device, to_host
 from npmoe.runtime.failures import named_errors
 from npmoe.runtime.nvrtc import kernel
-from tests.helpers import GOLDEN
+from tests.helpers import GOLDEN, by_name
+from tests.quantized_files import CASES, Case, make_quantized
 
 pytestmark = pytest.mark.gpu
 
@@ -66,6 +67,21 @@ def test_a_checkpoint(tmp_path: Path, source: str, buffer_bytes: int) -> None:
         w = read_parameter(opened, p)
         if p.part != VECTOR:
             w = prepare_for_gpu(p, convert_parameter(p, w, policy))
+        expected, loaded = (
+            x.codes if isinstance(x, QuantTensor) else x for x in (w, found[p.name])
+        )
+        assert (to_host(loaded) == expected).all(), p.name
+
+
+@by_name(CASES)
+def test_what_others_quantised(tmp_path: Path, case: Case) -> None:
+    opened = open_model(make_quantized(tmp_path / "model", case, "mixtral")[0])
+    formats = loaded_formats(opened, {}, "cuda")
+    found = load_on_gpu(opened, formats, True)
+    for p in opened.parameters:
+        w = read_parameter(opened, p)
+        if p.part != VECTOR:
+            w = prepare_for_gpu(p, convert_parameter(p, w, {p.part: formats[p.name]}))
         expected, loaded = (
             x.codes if isinstance(x, QuantTensor) else x for x in (w, found[p.name])
         )

@@ -196,6 +196,20 @@ def test_what_others_quantised(gpu: None, tmp_path: Path, case: Case) -> None:
 
 
 @needs_gxx
+def test_scales_that_fp16_cannot_hold_are_said(
+    gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for name in ("w4a16", "w4a16-float32-scales"):
+        case = next(c for c in CASES if c.name == name)
+        opened = open_model(make_quantized(tmp_path / name, case, "mixtral")[0])
+        upload.load_on_gpu(opened, loaded_formats(opened, {}, "cuda"))
+        said.append(capsys.readouterr().err)
+    assert "rounded" not in said[0]
+    assert "layers.0.down_proj: fp16 cannot hold its scales exactly, rounded" in said[1]
+
+
+@needs_gxx
 def test_tables_and_routers_of_other_types_become_bf16(gpu: None, tmp_path: Path) -> None:
     folder, _ = make_quantized(tmp_path / "model", CASES[0], "mixtral")
     tensors = read_safetensors(folder / "model.safetensors")

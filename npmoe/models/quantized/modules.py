@@ -11,11 +11,9 @@ from npmoe.models.quantized.scheme import FindShape, Scheme, Shape
 WEIGHT = ".weight"
 
 
-def scheme_of(
-    quantization: Quantization | None, checkpoint: Checkpoint, name: str
-) -> Scheme | None:
+def scheme_of(quantization: Quantization, checkpoint: Checkpoint, name: str) -> Scheme | None:
     """How the matrix that a plain checkpoint calls `name` is quantised; None where it is not."""
-    if quantization is None or not name.endswith(WEIGHT):
+    if not name.endswith(WEIGHT):
         return None
     module = name.removesuffix(WEIGHT)
     return quantization.scheme(module, _finder(checkpoint, module))
