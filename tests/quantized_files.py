@@ -20,7 +20,6 @@ Stored = dict[str, tuple[str, np.ndarray]]
 Pack = Callable[[np.random.Generator, int, int], tuple[Stored, np.ndarray]]
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-FP8_BLOCK = (24, 32)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of an int32 holds
 
 
@@ -40,18 +39,22 @@ def float_scales(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.uniform(1e-4, 1e-3, shape).astype(np.float32)
 
 
-def spread(scales: np.ndarray, block: tuple[int, int], shape: tuple[int, int]) -> np.ndarray:
+def spread(scales: np.ndarray, block: tuple[int, ...], shape: tuple[int, int]) -> np.ndarray:
     """The scale of every element."""
     full = np.kron(scales.astype(np.float64), np.ones(block))
     return full[: shape[0], : shape[1]]
 
 
-def pack_fp8_blocks(rng: np.random.Generator, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
-    """`weight_scale_inv` for blocks of 24 x 32; the last ones are cut off."""
-    codes = e4m3(rng, rows, columns)
-    scales = float_scales(rng, -(-rows // FP8_BLOCK[0]), -(-columns // FP8_BLOCK[1]))
-    stored = {"weight": ("F8_E4M3", codes), "weight_scale_inv": ("F32", scales)}
-    return stored, meaning(codes) * spread(scales, FP8_BLOCK, codes.shape)
+def fp8_blocks(*block: int) -> Pack:
+    """`weight_scale_inv` for blocks of rows and columns; the last ones may be cut off."""
+
+    def pack(rng: np.random.Generator, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
+        codes = e4m3(rng, rows, columns)
+        scales = float_scales(rng, -(-rows // block[0]), -(-columns // block[1]))
+        stored = {"weight": ("F8_E4M3", codes), "weight_scale_inv": ("F32", scales)}
+        return stored, meaning(codes) * spread(scales, block, codes.shape)
+
+    return pack
 
 
 def pack_fp8_rows(rng: np.random.Generator, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
@@ -248,20 +251,33 @@ class Case:
     word: str = field(default="")
 
 
+def fp8_config(*block: int) -> dict[str, Any]:
+    """`quantization_config` of blocks."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+        "modules_to_not_convert": list(IGNORED),
+    }
+
+
 CASES = [
     Case(
         "fp8-blocks",
-        {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": list(FP8_BLOCK),
-            "modules_to_not_convert": list(IGNORED),
-        },
-        pack_fp8_blocks,
+        fp8_config(24, 32),
+        fp8_blocks(24, 32),
         "fp8",
-        FP8_BLOCK,
+        (24, 32),
         "FP8, blocks of 24x32",
+    ),
+    Case(
+        "fp8-even-blocks",
+        fp8_config(32, 32),
+        fp8_blocks(32, 32),
+        "fp8",
+        (32, 32),
+        "FP8, blocks of 32x32",
     ),
     Case(
         "fp8-rows",
@@ -433,6 +449,7 @@ CASES = [
 ]
 
 GOLDEN_CASES = (
+    "fp8-even-blocks",
     "nvfp4-compressed",
     "w4a16-float32-scales",
     "w4a16-asymmetric-float32-scales",
