@@ -220,6 +220,8 @@ def compressed_config(stored: str, weights: dict[str, Any], **group: Any) -> dic
         "ignore": ["lm_head", "re:.*mlp.gate$"],
         "kv_cache_scheme": None,
         "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
     }
 
 

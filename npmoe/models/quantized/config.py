@@ -150,6 +150,7 @@ def _read_gptq(reader: ConfigReader) -> Read:
     reader.expect("checkpoint_format", "gptq", "gptq_v2")
     reader.expect("pack_dtype", "int32")
     reader.expect("is_marlin_format", False)
+    reader.expect("hyb_act", False)
     reader.ignore(*GPTQ_NEUTRAL)
     dynamic = reader.take("dynamic", default={})
     if not isinstance(dynamic, dict) or any(not str(key).startswith("-:") for key in dynamic):
@@ -168,13 +169,14 @@ def _read_gptq(reader: ConfigReader) -> Read:
     )
     ignored = tuple(f"re:{str(key)[2:]}" for key in dynamic)
     _check_patterns(reader.where, list(ignored))
+    ignored += _names(reader, "modules_to_not_convert")
     return ((EVERY, scheme),), ignored, fnmatch_or_regex
 
 
 def _read_compressed(reader: ConfigReader) -> Read:
     reader.ignore("kv_cache_scheme", "global_compression_ratio", "quantization_status", "version")
     reader.expect("quantization_status", "compressed", "frozen")
-    reader.expect("transform_config")
+    reader.expect("transform_config", {})
     sparsity = reader.take("sparsity_config", default={}) or {}
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         raise UnsupportedModel(f"{reader.where}: sparsity_config = {sparsity!r} is not implemented")
