@@ -28,8 +28,8 @@ from npmoe.dtypes import SAFETENSORS_DTYPES
 from npmoe.models.conversion import format_bytes
 from npmoe.models.convert import quantization_config, write_json, write_shards
 from npmoe.models.families import read_model
+from npmoe.models.own_layout import stored_arrays
 from npmoe.models.parameters import ROUTER, TABLE, VECTOR, Parameter
-from npmoe.models.stored import stored_arrays
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {

@@ -23,7 +23,8 @@
 //   W_FP8:       float32 [g][rows]
 //   W_FP4, W_INT4, W_INT4_ASYM:  fp16 [g][group][rows]; with W_INT4_ASYM zero points u8 [g][rows][group]
 //   W_MXFP4:     E8M0 [g][rows][group]
-//   W_NVFP4:     E4M3 [g][half of a group][rows][group], then the float32 global scale, four times
+//   W_NVFP4:     E4M3 [g][half of a group][rows][group], then float32 global scales: of the even
+//                rows, of the odd ones (gate and up alternate), and both once more
 //
 // Numerics: weights are multiplied as bf16 and are exact in it, up to their scale and a power of two;
 // subnormal numbers count like all others. Activations are multiplied by ACTIVATION_SCALE, so that
@@ -201,7 +202,7 @@ struct Weights<W_NVFP4> : E2M1 {
   float global_scale;
   template <class Load>
   __device__ __forceinline__ Weights(const u8* record, Load)
-      : E2M1(record), scales(read<uint2>(1024 + lane / 2 * 8)), global_scale(read<float>(1152)) {}
+      : E2M1(record), scales(read<uint2>(1024 + lane / 2 * 8)), global_scale(read<float>(1152 + lane / 4 % 2 * 4)) {}
   template <class Load>
   __device__ __forceinline__ Operands decode(int group, Load load) {
     Operands a = E2M1::decode(group, load);

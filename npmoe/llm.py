@@ -31,11 +31,12 @@ from npmoe.errors import (
 from npmoe.kv.pages import PageAllocator
 from npmoe.kv.storage import check_kv_format
 from npmoe.models.cache import ModelCache, num_state_slots, token_bytes
+from npmoe.models.conversion import loaded_formats, part_formats
 from npmoe.models.gpu import GpuModel, check_gpu_support
 from npmoe.models.layers import CausalLM
 from npmoe.models.loader import load_model
 from npmoe.models.memory import check_memory
-from npmoe.models.stored import open_model, stored_formats
+from npmoe.models.stored import open_model
 from npmoe.ops.linear import FEW_TOKENS
 from npmoe.runtime.device import free_memory, resolve_device
 from npmoe.runtime.failures import named_errors
@@ -118,7 +119,8 @@ class LLM:
         self.spec = opened.spec
         check_kv_format(options.kv_cache, self.spec.head_dim)
         if self.device == "cuda":
-            check_gpu_support(self.spec, stored_formats(opened), policy, options.kv_cache)
+            formats = part_formats(opened, loaded_formats(opened, policy, "cuda"))
+            check_gpu_support(self.spec, formats, {}, options.kv_cache)
         source = opened.checkpoint.folder
         self.tokenizer = Tokenizer.find(source)
         if self.tokenizer is not None and self.tokenizer.vocab_size > self.config.vocab_size:

@@ -67,7 +67,7 @@ def checkpoint(path: str | PathLike, ignored: tuple[str, ...] = ()) -> Subject:
     """A checkpoint by its headers. Raises CheckpointError and UnsupportedModel."""
     opened = open_model(path, ignored)
     raw = {k: v for k, v in opened.checkpoint.config.items() if k not in ignored}
-    if opened.own_formats is not None:
+    if opened.own_formats is not None or opened.quantization is not None:
         del raw["quantization_config"]
     name = opened.checkpoint.folder.name
     formats = stored_formats(opened)

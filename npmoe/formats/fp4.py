@@ -105,9 +105,10 @@ def encode_nvfp4(x: Array, group_size: int = 16) -> tuple[Encoded, Array]:
     return Encoded(pack_nibbles(codes.reshape(x.shape)), scales), global_scale
 
 
-def decode_nvfp4(encoded: Encoded, global_scale: Array | np.float32 | float) -> Array:
-    """Encoded and its global scale `[...]` -> float32 `[..., N, K]`."""
+def decode_nvfp4(encoded: Encoded, global_scale: Array | np.ndarray | float) -> Array:
+    """Encoded and the global scales of its rows, `[..., N]` or `[..., 1]` for all of a matrix, ->
+    float32 `[..., N, K]`."""
     xp = array_namespace(encoded.codes)
     scales = decode_table(encoded.scales, E4M3_VALUES)
-    scales = scales * xp.asarray(global_scale, dtype=xp.float32)[..., None, None]
+    scales = scales * xp.asarray(global_scale, dtype=xp.float32)[..., None]
     return join(decode_table(_unpack(encoded.codes), E2M1_VALUES), scales)

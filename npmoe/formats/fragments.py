@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from npmoe.dtypes import Array, array_namespace
-from npmoe.formats.groups import unpack_nibbles
+from npmoe.formats.groups import fp16_scale, unpack_nibbles
 from npmoe.formats.quant_tensor import QuantTensor
 
 LAYOUT = "fragments"
@@ -51,7 +51,8 @@ those of the odd column lie 16 bits on, modulo 32."""
 def to_fragments(w: QuantTensor) -> QuantTensor:
     """A weight in "rows" layout, `[..., N, K]`, as records; N is padded to 16 with zeros.
 
-    Raises ValueError for a format or scales without kernels, and for K not a multiple of 128.
+    Float32 scales of the 4-bit formats are rounded to fp16. Raises ValueError for a format or
+    scales without kernels, and for K not a multiple of 128.
     """
     w = with_row_scales(w)
     *lead, rows, columns = w.shape
@@ -117,18 +118,36 @@ def _ordered_scales(w: QuantTensor, grid: tuple[int, ...]) -> list[Array]:
     if w.format == "mxfp4":
         return [_arrange(w.scales, {"group": 4}, "g half group")]
     if w.format == "nvfp4":
-        xp = array_namespace(w.codes)
         if bool((w.scales & 0x80).any()):
             raise ValueError("nvfp4 scales must not be negative")
         scales = _arrange(w.scales, {"group": 4, "part": 2}, "g part half group")
-        global_scale = xp.asarray(w.global_scale, dtype=xp.float32)[..., None, None, None]
-        return [scales, xp.broadcast_to(global_scale, (*grid, 4))]
-    scales = _arrange(w.scales, {"group": 4}, "g group half")
+        return [scales, _global_scales(w, grid)]
+    scales = _arrange(fp16_scale(w.scales), {"group": 4}, "g group half")
     if w.zeros is None:
         return [scales]
     if bool((w.zeros > 15).any()):
         raise ValueError("int4_asym zeros are 0 to 15")
     return [scales, _arrange(w.zeros, {"group": 4}, "g half group")]
+
+
+def _global_scales(w: QuantTensor, grid: tuple[int, ...]) -> Array:
+    """float32 `[*grid, 4]`: those of a record's even and odd rows, twice.
+
+    Raises ValueError where a tile's even rows, or its odd rows, do not share one.
+    """
+    xp = array_namespace(w.codes)
+    if not w.has_row_globals:
+        global_scale = xp.asarray(w.global_scale, dtype=xp.float32)[..., None, None, None]
+        return xp.broadcast_to(global_scale, (*grid, 4))
+    *lead, rows = w.global_scale.shape
+    missing = -rows % ROWS
+    last = w.global_scale[..., rows - 2 :]
+    filler = [last] * (missing // 2) + [last[..., : missing % 2]]
+    pairs = xp.concatenate([w.global_scale, *filler], axis=-1).reshape(*lead, -1, ROWS // 2, 2)
+    if bool((pairs != pairs[..., :1, :]).any()):
+        raise ValueError(f"global scales change within a tile of {ROWS} rows")
+    of_tile = xp.concatenate([pairs[..., 0, :]] * 2, axis=-1)
+    return xp.broadcast_to(of_tile[..., None, :], (*grid, 4))
 
 
 def _arrange(a: Array, split: dict[str, int], order: str) -> Array:

@@ -4,7 +4,7 @@ Every checkpoint format is brought into it without loss, and ops take it, so tha
 formats and the number of ops do not multiply.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from npmoe.dtypes import Array, array_namespace
@@ -31,8 +31,10 @@ class QuantTensor:
     format: fp32, bf16, fp16, fp8, int8, int4, int4_asym, fp4, mxfp4 or nvfp4.
     shape: the logical shape.
     codes: float32 (fp32), uint16 (bf16, fp16) or uint8 `[..., N, K]`, `[..., N, K / 2]` (4 bits).
-    scales: `[..., N / block[0], K / block[1]]`, fp16, float32 (fp8), uint8 (E8M0, E4M3), or None.
-    zeros: uint8, shaped as scales (int4_asym). global_scale: float32 `[...]` (nvfp4).
+    scales: `[..., N / block[0], K / block[1]]`, rounded up; fp16, float32 (fp8, and where fp16
+    cannot hold what a checkpoint has), uint8 (E8M0, E4M3), or None.
+    zeros: uint8, shaped as scales (int4_asym). global_scale (nvfp4): float32 `[...]`, or `[..., N]`
+    where rows come from matrices with a global scale each.
     block: rows and columns that share one scale; (1, 1) where there are none.
     layout: "rows" as above, or the name that an op gave to its own arrangement of the same codes.
     """
@@ -50,6 +52,11 @@ class QuantTensor:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(a.nbytes for a in self.arrays().values())
+
+    @property
+    def has_row_globals(self) -> bool:
+        """Whether there is a global scale for each row."""
+        return self.global_scale is not None and self.global_scale.ndim == len(self.shape) - 1
 
     def arrays(self) -> dict[str, Array]:
         """The arrays that are present, by field name."""
@@ -71,7 +78,7 @@ class QuantTensor:
         """Rows of a matrix `[N, K]` by index `[R]`, as `[R, K]`."""
         if self.layout != "rows" or self.block[0] > 1 or len(self.shape) != 2:
             raise ValueError("only a matrix in 'rows' layout with scales per row gives out rows")
-        names = [n for n in self.arrays() if n != "global_scale"]
+        names = [n for n in self.arrays() if n != "global_scale" or self.has_row_globals]
         picked = {n: getattr(self, n)[rows] for n in names}
         return replace(self, shape=(len(rows), self.shape[1]), **picked)
 
@@ -82,14 +89,17 @@ class QuantTensor:
         if self.format in ("fp32", "bf16", "fp16"):
             return _FLOATS[self.format][1](self.codes)
         xp = array_namespace(self.codes)
-        if self.format == "fp8" and self.block[0] > 1:
-            rows, columns = self.shape[-2:]
+        rows, columns = self.shape[-2:]
+        if self.format == "fp8" and (self.block[0] > 1 or columns % self.block[1]):
             scales = xp.repeat(self.scales, self.block[0], axis=-2)[..., :rows, :]
             scales = xp.repeat(scales, self.block[1], axis=-1)[..., :columns]
             return fp8.decode_table(self.codes, fp8.E4M3_VALUES) * scales
         encoded = Encoded(self.codes, self.scales, self.zeros)
         if self.format == "nvfp4":
-            return fp4.decode_nvfp4(encoded, self.global_scale)
+            global_scale = self.global_scale
+            return fp4.decode_nvfp4(
+                encoded, global_scale if self.has_row_globals else global_scale[..., None]
+            )
         return _GROUPED[self.format][1](encoded)
 
 
@@ -139,8 +149,37 @@ def quantize(x: Array, format: str, group_size: int | None = None) -> QuantTenso
 
 
 def concatenate_rows(parts: list[QuantTensor]) -> QuantTensor:
-    """Tensors of one format and K, joined along the output axis (such as q, k and v)."""
+    """Tensors of one format and K, joined along the output axis (such as q, k and v), each under
+    its own scales: those of blocks of rows that do not fit together are repeated for every row."""
+    if len(parts) == 1:
+        return parts[0]
+    blocks = {p.block for p in parts}
+    height = parts[0].block[0]
+    if len(blocks) > 1 or any(p.shape[-2] % height for p in parts[:-1]):
+        parts = [_with_scales_by_row(p) for p in parts]
+    if parts[0].global_scale is not None:
+        parts = [_with_global_scales_by_row(p) for p in parts]
     return _join(parts, "concatenate", axis=-2)
+
+
+def _with_scales_by_row(w: QuantTensor) -> QuantTensor:
+    rows, height = w.shape[-2], w.block[0]
+    if height == 1:
+        return w
+    xp = array_namespace(w.codes)
+
+    def spread(a: Array) -> Array:
+        return None if a is None else xp.repeat(a, height, axis=-2)[..., :rows, :]
+
+    return replace(w, scales=spread(w.scales), zeros=spread(w.zeros), block=(1, w.block[1]))
+
+
+def _with_global_scales_by_row(w: QuantTensor) -> QuantTensor:
+    if w.has_row_globals:
+        return w
+    xp = array_namespace(w.codes)
+    spread = xp.broadcast_to(xp.asarray(w.global_scale)[..., None], w.shape[:-1])
+    return replace(w, global_scale=spread)
 
 
 def stack(parts: list[QuantTensor]) -> QuantTensor:
@@ -150,20 +189,15 @@ def stack(parts: list[QuantTensor]) -> QuantTensor:
 
 def _join(parts: list[QuantTensor], how: str, axis: int) -> QuantTensor:
     first = parts[0]
-    if len(parts) == 1 and how == "concatenate":
-        return first
     if any(
         (p.format, p.block, p.layout) != (first.format, first.block, first.layout) for p in parts
     ):
         raise ValueError("cannot join tensors of different formats")
-    if how == "concatenate" and first.global_scale is not None:
-        raise ValueError("cannot join rows under different global scales")
     xp = array_namespace(first.codes)
-    joined = {
-        f.name: getattr(xp, how)([getattr(p, f.name) for p in parts], axis=axis)
-        for f in fields(first)
-        if f.name in first.arrays()
-    }
+    joined = {}
+    for name in first.arrays():
+        along = -1 if how == "concatenate" and name == "global_scale" else axis
+        joined[name] = getattr(xp, how)([getattr(p, name) for p in parts], axis=along)
     if how == "stack":
         shape: tuple[int, ...] = (len(parts), *first.shape)
     else:

@@ -19,18 +19,11 @@ import numpy as np
 from npmoe.checkpoint import INDEX_NAME
 from npmoe.config import WeightsPolicy
 from npmoe.dtypes import SAFETENSORS_DTYPES
-from npmoe.errors import CheckpointError
+from npmoe.errors import CheckpointError, UnsupportedModel
 from npmoe.models.conversion import cannot_be, chosen_formats, convert_parameter
+from npmoe.models.own_layout import LAYOUT_VERSION, QUANT_METHOD, shares_table, stored_arrays
 from npmoe.models.parameters import VECTOR, Parameter
-from npmoe.models.stored import (
-    LAYOUT_VERSION,
-    QUANT_METHOD,
-    OpenModel,
-    open_model,
-    read_parameter,
-    shares_table,
-    stored_arrays,
-)
+from npmoe.models.stored import OpenModel, open_model, read_parameter
 from npmoe.runtime.progress import progress
 
 SHARD_BYTES = 4_000_000_000
@@ -69,6 +62,7 @@ def convert_checkpoint(
         raise ValueError(f"{folder.parent} is not a folder: create it first")
     opened = open_model(source, ignored)
     formats = chosen_formats(opened, policy)
+    _check_storages(opened, formats, policy)
     parameters = [p for p in opened.parameters if not shares_table(p, opened.spec.tied, formats)]
 
     def values(parameter: Parameter) -> Iterator[np.ndarray]:
@@ -89,6 +83,19 @@ def convert_checkpoint(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return formats
+
+
+def _check_storages(opened: OpenModel, formats: dict[str, str], policy: WeightsPolicy) -> None:
+    """Raises UnsupportedModel for what others quantised and would stay as it is."""
+    for p in opened.parameters:
+        storage = opened.storages.get(p.name)
+        if storage is None or storage.words is None:
+            continue
+        if p.part not in policy or formats[p.part] == storage.format:
+            raise UnsupportedModel(
+                f"{opened.checkpoint.folder}: {p.part} is {storage.words} already, which npmoe's "
+                "own layout does not hold; load the checkpoint as it is"
+            )
 
 
 def _new_config(

@@ -4,6 +4,7 @@ Prompts run through the same kernels as decoding, eight tokens a step, until the
 many tokens at once.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from npmoe.batch import Batch
 from npmoe.config import KVCacheConfig, WeightsPolicy
 from npmoe.dtypes import Array, array_namespace
 from npmoe.errors import UnsupportedModel
-from npmoe.formats.fragments import COLUMNS, RECORDS, to_fragments, with_row_scales
+from npmoe.formats.fragments import COLUMNS, RECORDS, ROWS, to_fragments, with_row_scales
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models.cache import LayerCache
 from npmoe.models.decode import (
@@ -84,9 +85,24 @@ def prepare_for_gpu(parameter: Parameter, w: QuantTensor) -> QuantTensor | Array
     if parameter.part in (ROUTER, TABLE):
         return w.codes
     w = with_row_scales(w)  # of blocks of rows nothing is left when rows move
-    if parameter.part == "experts" and parameter.name.endswith("gate_up_proj"):
+    if _alternates(parameter):
         w = _alternate(w)
     return to_fragments(_pad_columns(w))
+
+
+def prepared_bytes(parameter: Parameter, format_name: str) -> int:
+    """Bytes of what `prepare_for_gpu` makes of a matrix in one of RECORDS' formats."""
+    *lead, rows, columns = parameter.shape
+    if parameter.part in (ROUTER, TABLE):
+        return 2 * math.prod(parameter.shape)
+    if _alternates(parameter):
+        rows = 2 * _padded(rows // 2)
+    tiles = math.prod(lead) * -(-rows // ROWS)
+    return tiles * (_padded(columns) // COLUMNS) * RECORDS[format_name].record_bytes
+
+
+def _alternates(parameter: Parameter) -> bool:
+    return parameter.part == "experts" and parameter.name.endswith("gate_up_proj")
 
 
 def _padded(width: int) -> int:
@@ -106,6 +122,11 @@ def _alternate(w: QuantTensor) -> QuantTensor:
         return out.reshape(*lead, 2 * width, a.shape[-1])
 
     changed = {name: pair(a) for name, a in w.arrays().items() if name != "global_scale"}
+    if w.has_row_globals:
+        halves = w.global_scale.reshape(*lead, 2, rows // 2)
+        padding = xp.broadcast_to(halves[..., -1:], (*lead, 2, width - rows // 2))
+        halves = xp.concatenate([halves, padding], axis=-1)
+        changed["global_scale"] = xp.swapaxes(halves, -1, -2).reshape(*lead, 2 * width)
     return replace(w, shape=(*lead, 2 * width, columns), **changed)
 
 

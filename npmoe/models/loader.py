@@ -3,7 +3,7 @@
 from typing import Any
 
 from npmoe.config import WeightsPolicy
-from npmoe.models.conversion import chosen_formats, convert_parameter
+from npmoe.models.conversion import conversions, convert_parameter, loaded_formats
 from npmoe.models.gpu import GpuModel
 from npmoe.models.layers import CausalLM
 from npmoe.models.parameters import TABLE, VECTOR
@@ -21,7 +21,9 @@ def load_model(
     Raises UnsupportedModel where a quantised part would be quantised again, and ValueError where a
     format cannot hold a matrix.
     """
-    formats = chosen_formats(opened, policy)
+    formats = loaded_formats(opened, policy, device)
+    for line in conversions(opened, policy, formats):
+        say(line, quiet)
     model: CausalLM | GpuModel
     if device == "cuda":
         model = GpuModel(opened.spec, load_on_gpu(opened, formats, quiet))

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from npmoe.config import EngineConfig, KVCacheConfig, WeightsPolicy, parse_weights
 from npmoe.dtypes import gigabytes
 from npmoe.errors import OutOfMemory, UnsupportedModel
-from npmoe.formats.fragments import RECORD_BYTES
+from npmoe.formats.fragments import RECORD_BYTES, RECORDS
 from npmoe.kv.storage import check_kv_format
 from npmoe.models.cache import num_state_slots, token_bytes
-from npmoe.models.conversion import chosen_formats, format_bytes, running_bytes
+from npmoe.models.conversion import format_bytes, group_as, loaded_formats, running_bytes
 from npmoe.models.decode import KV_CODES
+from npmoe.models.gpu import prepared_bytes
 from npmoe.models.parameters import TABLE, VECTOR
 from npmoe.models.stored import OpenModel
 from npmoe.models.upload import staging_bytes
@@ -68,11 +69,19 @@ def need_of(
 
 def _weight_bytes(opened: OpenModel, policy: WeightsPolicy, device: str) -> float:
     """Bytes of all prepared matrices; on the CPU the embedding stays in the mapped file."""
-    measure = running_bytes if device == "cpu" else format_bytes
-    formats = chosen_formats(opened, policy)
+    formats = loaded_formats(opened, policy, device)
     left_out = (VECTOR, TABLE) if device == "cpu" else (VECTOR,)
-    matrices = [p for p in opened.parameters if p.part not in left_out]
-    return float(sum(measure(formats[p.part], p.shape) for p in matrices))
+    total = 0.0
+    for p in opened.parameters:
+        if p.part not in left_out:
+            name = formats[p.name]
+            if device == "cpu":
+                total += running_bytes(name, p.shape, group_as(opened.storages[p.name], name))
+            elif name in RECORDS:
+                total += prepared_bytes(p, name)
+            else:  # refused elsewhere, with what there are kernels for
+                total += format_bytes(name, p.shape)
+    return total
 
 
 def check_memory(

@@ -39,7 +39,7 @@ def prepare_matrix(
     code raises ValueError instead.
     """
     if parameter.part in (ROUTER, TABLE):
-        return w.codes.copy()
+        return convert_parameter(parameter, w, {parameter.part: target}).codes.copy()
     if has_kernel(w, target):
         paired = parameter.part == "experts" and parameter.name.endswith("gate_up_proj")
         return _prepare_cuda(w, target, paired, flags)

@@ -1,15 +1,13 @@
 """What a checkpoint holds: checked by name and shape from its headers, then read tensor by tensor.
 
-Two layouts are read. Hugging Face's has one tensor per projection and expert. Ours, written by
-`npmoe convert`, has one tensor per array of a QuantTensor under npmoe's own names, for example
-`layers.0.down_proj.codes` and `layers.0.down_proj.scales`, and names each part's format in
-config.json; a tied head in the embedding's format is not stored again.
+Hugging Face's layout has one tensor per projection and expert, or several where it is quantised
+(`quantized`); ours is `own_layout`.
 """
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,27 +15,42 @@ from npmoe.checkpoint import Checkpoint
 from npmoe.config import ModelConfig
 from npmoe.errors import CheckpointError, UnsupportedModel
 from npmoe.formats.quant_tensor import (
-    CODES_PER_BYTE,
     DEFAULT_GROUP_SIZE,
-    WEIGHT_FORMATS,
     QuantTensor,
     concatenate_rows,
     quantize,
     stack,
 )
 from npmoe.models.families import read_model
-from npmoe.models.parameters import TABLE, VECTOR, Parameter
+from npmoe.models.own_layout import (
+    NATIVE_WORDS,
+    QUANT_METHOD,
+    read_own_formats,
+    shares_table,
+    stored_arrays,
+)
+from npmoe.models.parameters import VECTOR, Parameter
+from npmoe.models.quantized.config import Quantization, read_quantization
+from npmoe.models.quantized.modules import module_tensors, read_module, scheme_of
+from npmoe.models.quantized.scheme import Scheme
 from npmoe.models.specs import ModelSpec
 
-QUANT_METHOD = "npmoe"
-LAYOUT_VERSION = 1
 MIXED = "mixed"
 _NATIVE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_NATIVE_WORDS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-FLOAT_WORDS = tuple(_NATIVE_WORDS)
+FLOAT_WORDS = tuple(NATIVE_WORDS)
 MXFP4_GROUP = DEFAULT_GROUP_SIZE["mxfp4"]
-_WORD_OF = {name: word for word, name in _NATIVE_WORDS.items()}
-_SCALE_WORDS = {"fp8": "F32", "mxfp4": "U8", "nvfp4": "U8"}  # the others have fp16 scales
+
+
+class Storage(NamedTuple):
+    """How a checkpoint holds a matrix.
+
+    format: of its QuantTensor; fp32, which holds them all, where its tensors differ. group: columns
+    under one scale, None for the format's own. words: what others call it, where they quantised it.
+    """
+
+    format: str
+    group: int | None = None
+    words: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,8 @@ class OpenModel:
     """A checkpoint whose headers were read and checked; no weight has been touched yet.
 
     own_formats: part -> format where `npmoe convert` wrote it, None for Hugging Face's layout.
+    quantization: how others quantised it, None where they did not. schemes: by tensor name, found
+    so far. storages: by parameter name, of the matrices.
     """
 
     checkpoint: Checkpoint
@@ -52,6 +67,9 @@ class OpenModel:
     spec: ModelSpec
     parameters: list[Parameter]
     own_formats: dict[str, str] | None
+    quantization: Quantization | None = None
+    schemes: dict[str, Scheme | None] = field(default_factory=dict)
+    storages: dict[str, Storage] = field(default_factory=dict)
 
 
 def open_model(path: str | os.PathLike, ignored: tuple[str, ...] = ()) -> OpenModel:
@@ -61,37 +79,25 @@ def open_model(path: str | os.PathLike, ignored: tuple[str, ...] = ()) -> OpenMo
     """
     checkpoint = Checkpoint(path)
     raw = dict(checkpoint.config)
-    quantization = raw.get("quantization_config")
-    own_formats = None
-    if isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD:
-        del raw["quantization_config"]
-        own_formats = _own_formats(checkpoint, quantization)
+    stated = raw.get("quantization_config")
+    method = stated.get("quant_method") if isinstance(stated, dict) else None
+    own_formats = quantization = None
+    if method == QUANT_METHOD:
+        own_formats = read_own_formats(checkpoint, raw.pop("quantization_config"))
+    elif method != "mxfp4" and "quantization_config" not in ignored:  # its family reads mxfp4
+        quantization = read_quantization(stated, checkpoint.folder)
+        raw.pop("quantization_config", None)
     where = str(checkpoint.folder / "config.json")
     config, spec, parameters = read_model(raw, where, ignored)
     if spec.tied and _has_own_head(checkpoint, parameters[0]):
         raw["tie_word_embeddings"] = False
         config, spec, parameters = read_model(raw, where, ignored)
-    opened = OpenModel(checkpoint, config, spec, parameters, own_formats)
+    opened = OpenModel(checkpoint, config, spec, parameters, own_formats, quantization)
     _check_tensors(opened)
+    for parameter in parameters:
+        if parameter.part != VECTOR:
+            opened.storages[parameter.name] = _storage(opened, parameter)
     return opened
-
-
-def _own_formats(checkpoint: Checkpoint, quantization: dict[str, Any]) -> dict[str, str]:
-    where = f"{checkpoint.folder / 'config.json'}: quantization_config"
-    if quantization.get("version") != LAYOUT_VERSION:
-        raise UnsupportedModel(
-            f"{where}: version {quantization.get('version')!r} is not implemented (npmoe reads "
-            f"{LAYOUT_VERSION}); convert the original checkpoint with this npmoe"
-        )
-    formats = quantization.get("formats")
-    if not isinstance(formats, dict):
-        raise CheckpointError(f"{where}: formats = {formats!r}, expected part -> format")
-    for part, name in formats.items():
-        if not isinstance(name, str) or name not in WEIGHT_FORMATS:
-            raise UnsupportedModel(
-                f"{where}: {part} has the format {name!r}; npmoe reads {', '.join(WEIGHT_FORMATS)}"
-            )
-    return formats
 
 
 def _has_own_head(checkpoint: Checkpoint, embedding: Parameter) -> bool:
@@ -146,6 +152,8 @@ def _may_be_left(opened: OpenModel, name: str) -> bool:
         return True
     if name.startswith(opened.spec.left_out):
         return True
+    if opened.quantization is not None and opened.quantization.may_stay_unread(name):
+        return True
     parts = name.split(".")
     if parts[0] == "mtp" or (parts[0] == "model" and parts[1].startswith("mtp_")):
         return True
@@ -158,10 +166,10 @@ def expected_tensors(
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
     """Names, shapes and legal dtype words of the checkpoint tensors behind a parameter."""
     if opened.own_formats is not None:
-        format_name = stored_format(opened, parameter)
-        if format_name is None:
+        if parameter.part == VECTOR:
             yield parameter.name, parameter.shape, ("F32",)
             return
+        format_name = _own_format(opened, parameter)
         name = _stored_name(opened, parameter)
         for field, (word, shape) in _fields(opened, parameter, format_name).items():
             yield f"{name}.{field}", shape, (word,)
@@ -173,7 +181,27 @@ def expected_tensors(
     else:
         for group in parameter.sources:
             for name, rows in zip(group, parameter.rows, strict=True):
-                yield name, (rows, *parameter.shape[2 if parameter.stacked else 1 :]), FLOAT_WORDS
+                yield from _source_tensors(opened, parameter, name, rows)
+
+
+def _source_tensors(
+    opened: OpenModel, parameter: Parameter, name: str, rows: int
+) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    """The tensors behind one source of Hugging Face's layout: itself, or those of its scheme."""
+    scheme = _scheme(opened, parameter, name)
+    shape = (rows, *parameter.shape[2 if parameter.stacked else 1 :])
+    if scheme is None:
+        yield name, shape, FLOAT_WORDS
+    else:
+        yield from module_tensors(scheme, opened.checkpoint, name, shape)
+
+
+def _scheme(opened: OpenModel, parameter: Parameter, name: str) -> Scheme | None:
+    if opened.quantization is None or parameter.part == VECTOR:
+        return None
+    if name not in opened.schemes:
+        opened.schemes[name] = scheme_of(opened.quantization, opened.checkpoint, name)
+    return opened.schemes[name]
 
 
 def _is_fused(opened: OpenModel, parameter: Parameter) -> bool:
@@ -198,24 +226,49 @@ def _fused_tensors(
 
 
 def stored_format(opened: OpenModel, parameter: Parameter) -> str | None:
-    """The weight format in which the checkpoint holds a matrix; None for vectors.
+    """The format that `read_parameter` gives a matrix; None for vectors.
 
     fp32 where its tensors differ in type, since fp32 holds them all.
     """
-    if parameter.part == VECTOR:
-        return None
+    return None if parameter.part == VECTOR else opened.storages[parameter.name].format
+
+
+def _storage(opened: OpenModel, parameter: Parameter) -> Storage:
     if opened.own_formats is not None:
-        if parameter.part not in opened.own_formats:
-            raise CheckpointError(
-                f"{opened.checkpoint.folder}: quantization_config names no format for "
-                f"{parameter.part!r}"
-            )
-        return opened.own_formats[parameter.part]
+        return Storage(_own_format(opened, parameter))
     if parameter.fused_layout == "mxfp4":
-        return "mxfp4"
-    tensors = opened.checkpoint.tensors
-    words = {tensors[name].dtype for name, *_ in expected_tensors(opened, parameter)}
-    return _NATIVE_WORDS[words.pop()] if len(words) == 1 else "fp32"
+        return Storage("mxfp4")
+    if opened.quantization is None or _is_fused(opened, parameter):
+        return Storage(_float_format(opened, [n for n, *_ in expected_tensors(opened, parameter)]))
+    columns, found = parameter.shape[-1], set()
+    for name in (name for group in parameter.sources for name in group):
+        scheme = _scheme(opened, parameter, name)
+        if scheme is None:
+            found.add(Storage(_float_format(opened, [name])))
+        else:
+            found.add(Storage(scheme.format, scheme.group(columns), scheme.words))
+    if len(found) == 1:
+        return found.pop()
+    words = " and ".join(sorted({s.words or s.format for s in found}))
+    quantised = any(s.words for s in found)
+    kinds = {(s.format, s.group) for s in found}
+    format_name, group = kinds.pop() if len(kinds) == 1 else ("fp32", None)
+    return Storage(format_name, group, words if quantised else None)
+
+
+def _own_format(opened: OpenModel, parameter: Parameter) -> str:
+    assert opened.own_formats is not None
+    if parameter.part not in opened.own_formats:
+        raise CheckpointError(
+            f"{opened.checkpoint.folder}: quantization_config names no format for "
+            f"{parameter.part!r}"
+        )
+    return opened.own_formats[parameter.part]
+
+
+def _float_format(opened: OpenModel, names: list[str]) -> str:
+    words = {opened.checkpoint.tensors[name].dtype for name in names}
+    return NATIVE_WORDS[words.pop()] if len(words) == 1 else "fp32"
 
 
 def stored_formats(opened: OpenModel) -> dict[str, str]:
@@ -228,40 +281,21 @@ def stored_formats(opened: OpenModel) -> dict[str, str]:
     return found
 
 
-def shares_table(parameter: Parameter, tied: bool, formats: dict[str, str]) -> bool:
-    """Whether a converted checkpoint stores this parameter, the head, as the embedding only."""
-    return parameter.part == "lm_head" and tied and formats["lm_head"] == formats.get(TABLE)
+def stored_words(opened: OpenModel) -> dict[str, str]:
+    """Part -> formats of its matrices, for people: what others call them too."""
+    found: dict[str, set[str]] = {}
+    for parameter in opened.parameters:
+        if parameter.part != VECTOR:
+            storage = opened.storages[parameter.name]
+            words = f" ({storage.words})" if storage.words else ""
+            found.setdefault(parameter.part, set()).add(storage.format + words)
+    return {part: " and ".join(sorted(words)) for part, words in found.items()}
 
 
 def _stored_name(opened: OpenModel, parameter: Parameter) -> str:
     assert opened.own_formats is not None
     shared = shares_table(parameter, opened.spec.tied, opened.own_formats)
     return "embed_tokens" if shared else parameter.name
-
-
-def stored_arrays(
-    format_name: str, shape: tuple[int, ...]
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """QuantTensor field -> (dtype word, shape): how a converted matrix `[..., N, K]` is stored.
-
-    Raises ValueError where K is not a multiple of the format's group.
-    """
-    *lead, columns = shape
-    if format_name in _WORD_OF:
-        return {"codes": (_WORD_OF[format_name], shape)}
-    group = DEFAULT_GROUP_SIZE.get(format_name, columns)
-    if columns % group:
-        raise ValueError(f"{columns} columns are not a multiple of its group, {group}")
-    scales = (*lead, columns // group)
-    arrays = {
-        "codes": ("U8", (*lead, columns // CODES_PER_BYTE.get(format_name, 1))),
-        "scales": (_SCALE_WORDS.get(format_name, "F16"), scales),
-    }
-    if format_name == "int4_asym":
-        arrays["zeros"] = ("U8", scales)
-    if format_name == "nvfp4":
-        arrays["global_scale"] = ("F32", tuple(lead[:-1]))
-    return arrays
 
 
 def _fields(
@@ -281,8 +315,7 @@ def read_parameter(opened: OpenModel, parameter: Parameter) -> Any:
     if opened.own_formats is not None and parameter.part == VECTOR:
         return np.asarray(get(parameter.name), np.float32)
     if opened.own_formats is not None:
-        name = stored_format(opened, parameter)
-        assert name is not None
+        name = _own_format(opened, parameter)
         stored = _stored_name(opened, parameter)
         fields = _fields(opened, parameter, name)
         arrays: dict[str, Any] = {f: get(f"{stored}.{f}") for f in fields}
@@ -300,12 +333,22 @@ def read_parameter(opened: OpenModel, parameter: Parameter) -> Any:
     assert target is not None
     groups = []
     for names in parameter.sources:
-        parts = [_native_tensor(get(name)) for name in names]
+        parts = [
+            _read_source(opened, parameter, name, rows)
+            for name, rows in zip(names, parameter.rows, strict=True)
+        ]
         parts = [p if p.format == target else quantize(p.dequantize(), target) for p in parts]
         groups.append(concatenate_rows(parts))
     if parameter.group_rows:
         return groups[0].map_arrays(lambda a: _parts_together(a, parameter.group_rows))
     return stack(groups) if parameter.stacked else groups[0]
+
+
+def _read_source(opened: OpenModel, parameter: Parameter, name: str, rows: int) -> QuantTensor:
+    scheme = _scheme(opened, parameter, name)
+    if scheme is None:
+        return _native_tensor(opened.checkpoint.get(name))
+    return read_module(scheme, opened.checkpoint, name, (rows, parameter.shape[-1]))
 
 
 def _read_fused(opened: OpenModel, parameter: Parameter) -> Any:

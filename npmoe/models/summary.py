@@ -4,13 +4,15 @@ import math
 from dataclasses import dataclass
 
 from npmoe.config import KV_FORMATS, WEIGHT_PARTS, KVCacheConfig
-from npmoe.dtypes import SAFETENSORS_DTYPES, gigabytes
+from npmoe.dtypes import gigabytes
 from npmoe.errors import UnsupportedModel
+from npmoe.formats.fragments import RECORDS
 from npmoe.kv.storage import check_kv_format
 from npmoe.models.cache import token_bytes
-from npmoe.models.conversion import format_bytes, running_bytes
+from npmoe.models.conversion import format_bytes, group_as, running_bytes
+from npmoe.models.gpu import prepared_bytes
 from npmoe.models.parameters import TABLE, VECTOR, Parameter
-from npmoe.models.stored import OpenModel, expected_tensors, stored_format, stored_formats
+from npmoe.models.stored import OpenModel, Storage, expected_tensors, stored_words
 
 STORED = "stored"
 COMPARED_FORMATS = ("bf16", "fp8", "fp4")
@@ -47,10 +49,10 @@ class ModelSummary:
 
     parameters_active: what one token passes through; num_experts_per_tok of the experts and, as
     model cards count, the whole embedding. A tied head counts once.
-    formats, stored_bytes: by part. read_bytes: weight format -> bytes that one decoded token reads
-    (one row of the embedding); "stored" is the checkpoint's own. kv_bytes: cache format -> bytes
-    of one token in all layers. state_bytes: recurrent states of one sequence. A format that the
-    model's shapes cannot take is left out.
+    formats (for people), stored_bytes: by part. read_bytes: weight format -> bytes that one
+    decoded token reads (one row of the embedding); "stored" is the checkpoint's own. kv_bytes:
+    cache format -> bytes of one token in all layers. state_bytes: recurrent states of one
+    sequence. A format that the model's shapes cannot take is left out.
     """
 
     path: str
@@ -100,7 +102,7 @@ def summarize(opened: OpenModel, memories: list[Memory]) -> ModelSummary:
         tied=spec.tied,
         parameters_total=sum(counts.values()),
         parameters_active=sum(counts.values()) - routed + active,
-        formats=stored_formats(opened),
+        formats=stored_words(opened),
         stored_bytes=_stored_bytes(opened),
         read_bytes=_present({w: read_bytes(opened, w) for w in (STORED, *COMPARED_FORMATS)}),
         kv_bytes=kv_bytes,
@@ -118,23 +120,31 @@ def _stored_bytes(opened: OpenModel) -> dict[str, int]:
     found: dict[str, int] = {}
     seen = set()
     for parameter in opened.parameters:
-        for name, shape, _ in expected_tensors(opened, parameter):
+        for name, *_ in expected_tensors(opened, parameter):
             if name not in seen:
                 seen.add(name)
-                size = SAFETENSORS_DTYPES[opened.checkpoint.tensors[name].dtype].itemsize
-                found[parameter.part] = found.get(parameter.part, 0) + math.prod(shape) * size
+                info = opened.checkpoint.tensors[name]
+                found[parameter.part] = found.get(parameter.part, 0) + info.stop - info.start
     return found
 
 
-def _running_sizes(opened: OpenModel, weights: str, cpu: bool) -> list[tuple[Parameter, float]]:
-    """Every parameter with its bytes while it runs; empty where the format cannot hold one."""
+def _running_sizes(
+    opened: OpenModel, weights: str, cpu: bool, padded: bool = False
+) -> list[tuple[Parameter, float]]:
+    """Every parameter with its bytes while it runs; empty where the format cannot hold one.
+
+    padded: with what a GPU's layout adds, where it has one for the format.
+    """
     sizes = []
     for parameter in opened.parameters:
         chosen = weights != STORED and parameter.part in WEIGHT_PARTS
-        name = weights if chosen else stored_format(opened, parameter)
+        storage = opened.storages.get(parameter.name, Storage("fp32"))  # vectors are float32
+        name = weights if chosen else storage.format
         measure = running_bytes if cpu and parameter.part != TABLE else format_bytes
         try:
-            size = measure(name or "fp32", parameter.shape)  # vectors are float32
+            size = measure(name, parameter.shape, group_as(storage, name))
+            if padded and name in RECORDS:
+                size = prepared_bytes(parameter, name)
         except ValueError:
             return []
         sizes.append((parameter, size))
@@ -175,7 +185,7 @@ def _fits(opened: OpenModel, memories: list[Memory], kv_bytes: dict[str, float])
     taken = {}
     for cpu in {memory.cpu for memory in memories}:
         for weights in (STORED, *COMPARED_FORMATS):
-            sizes = _running_sizes(opened, weights, cpu)
+            sizes = _running_sizes(opened, weights, cpu, padded=not cpu)
             if sizes:
                 taken[cpu, weights] = float(sum(size for _, size in sizes))
     fits = []

@@ -75,6 +75,8 @@ def linear(x: Array, w: QuantTensor, bias: Array | None = None, expert: int | No
             span = slice(first * TILE_ROWS, last * TILE_ROWS)
             y[:, span] = part.transpose(1, 0, 2).reshape(x.shape[0], -1)
     y = y[:, : w.shape[-2]]
+    if w.has_row_globals:
+        y = y * (w.global_scale if expert is None else w.global_scale[expert])
     if bias is not None:
         y = y + bias
     return y
@@ -92,21 +94,25 @@ def _short_sums(x: np.ndarray, block: np.ndarray) -> np.ndarray:
 
 def prepare_linear(w: QuantTensor) -> QuantTensor:
     """A weight in "rows" layout as CPU tiles; the same values. fp32 stays as it is, and so do a
-    width or a group that is not a multiple of 4 (32 for fp8 groups), which no model has.
+    width or a group that is not a multiple of 4 (32 for fp8 groups), which no model has. Integers
+    whose scales fp16 cannot hold become bf16 codes, which hold them, with float32 scales.
 
     codes int8 or int16 `[..., ceil(N / 64), K, 64]`; scales `[..., ceil(N / 64), G, 64]`: fp16 bits
     as uint16, raw uint8 (E8M0, E4M3) or float32 (float codes, G = 1 or the number of blocks).
     """
+    is_exact = w.format.startswith("int") and w.scales.dtype == np.float32
+    unit = SUM_COLUMNS if is_exact or w.format in _FLOAT_CODES else 4
     grouped = w.scales is not None and w.block[1] < w.shape[-1]
-    if (
-        w.format == "fp32"
-        or w.shape[-1] % 4
-        or (grouped and w.block[1] % (SUM_COLUMNS if w.format == "fp8" else 4))
-    ):
+    if w.format == "fp32" or w.shape[-1] % 4 or (grouped and w.block[1] % unit):
         return w
+    if is_exact:
+        integers = _integer_codes(w).astype(np.float32).view(np.uint32) >> 16
+        w = replace(w, format="bf16", codes=integers.astype(np.uint16), zeros=None)
     rows = w.shape[-2]
     if w.format in ("bf16", "fp16"):
-        codes, scales = w.codes.view(np.int16), np.ones((*w.shape[:-1], 1), np.float32)
+        codes, scales = w.codes.view(np.int16), w.scales
+        if scales is None:
+            scales = np.ones((*w.shape[:-1], 1), np.float32)
     elif w.format == "fp8":
         codes, scales = w.codes.view(np.int8), w.scales.astype(np.float32)
         scales = np.repeat(scales, w.block[0], axis=-2)[..., :rows, :]
@@ -142,10 +148,10 @@ def _kernel_arguments(w: QuantTensor, expert: int | None) -> tuple[Any, ...]:
     """What a tile kernel needs besides codes and scales."""
     if w.format in _FLOAT_CODES:
         shift, mask, half = _FLOAT_CODES[w.format]
-        group = w.block[1] if w.format == "fp8" else w.shape[-1]
+        group = w.block[1] if w.block[1] > 1 else w.shape[-1]
         return np.int32(shift), np.uint32(mask).view(np.int32), np.float32(half), np.int64(group)
     factor = np.float32(0.5 if w.format in ("fp4", "mxfp4", "nvfp4") else 1.0)
-    if w.format == "nvfp4":
+    if w.format == "nvfp4" and not w.has_row_globals:
         factor *= w.global_scale if expert is None else w.global_scale[expert]
     table = {"mxfp4": E8M0_VALUES, "nvfp4": E4M3_VALUES}.get(w.format, FP16_VALUES)
     return table, np.float32(factor)

@@ -3,13 +3,15 @@
 A kernel that multiplies the unit vectors gives the matrix back, element by element.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from npmoe.dtypes import Array
 from npmoe.formats.fragments import COLUMNS, RECORDS, ROWS, to_fragments
-from npmoe.formats.quant_tensor import QuantTensor, quantize
-from npmoe.models.gpu import prepare_for_gpu
+from npmoe.formats.quant_tensor import QuantTensor, concatenate_rows, quantize, stack
+from npmoe.models.gpu import prepare_for_gpu, prepared_bytes
 from npmoe.models.parameters import Parameter
 from npmoe.ops.linear import linear_ref
 from tests.cuda.support import TOLERANCE, streaming
@@ -127,6 +129,47 @@ def test_experts_are_prepared_with_alternating_rows_and_padding(fmt: str) -> Non
     expected[:, 1 : 2 * width : 2, :columns] = dense[:, width:]
     for e in range(experts):
         assert_read(as_read(prepared[e]), expected[e], fmt)
+
+
+def test_gate_and_up_keep_their_nvfp4_global_scales() -> None:
+    experts, width, columns = 2, 24, 160
+    halves = normal(experts, 2, width, columns) * np.array([1, 9.7])[:, None, None]
+    w = stack([concatenate_rows([quantize(half, "nvfp4") for half in both]) for both in halves])
+    assert len(np.unique(w.global_scale)) == 4
+    parameter = Parameter("layers.0.gate_up_proj", "experts", w.shape, (), (width, width))
+    prepared = prepare_for_gpu(parameter, w)
+    expected = np.zeros(prepared.shape, np.float32)
+    dense = w.dequantize()
+    expected[:, 0 : 2 * width : 2, :columns] = dense[:, :width]
+    expected[:, 1 : 2 * width : 2, :columns] = dense[:, width:]
+    for e in range(experts):
+        assert_read(as_read(prepared[e]), expected[e], "nvfp4")
+
+
+def test_joined_rows_keep_their_nvfp4_global_scales() -> None:
+    """As q, k and v do; the last tile is padded."""
+    parts = [quantize((i + 1) * normal(rows, 128), "nvfp4") for i, rows in enumerate((32, 16, 11))]
+    w = concatenate_rows(parts)
+    assert_read(as_read(to_fragments(w))[:59], w.dequantize(), "nvfp4")
+    with pytest.raises(ValueError, match="global scales change within a tile of 16 rows"):
+        to_fragments(concatenate_rows(parts[1:] + parts[:1]))
+
+
+@pytest.mark.parametrize("fmt", ["int4", "int4_asym"])
+def test_float32_scales_are_rounded_to_fp16(fmt: str) -> None:
+    w = quantize(normal(16, 128), fmt)
+    wide = replace(w, scales=w.scales.astype(np.float32) * np.float32(1 + 2**-14))
+    np.testing.assert_array_equal(to_fragments(wide).codes, to_fragments(w).codes)
+
+
+@pytest.mark.parametrize("part", ["experts", "attention", "router"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_prepared_bytes(part: str, fmt: str) -> None:
+    fmt = "bf16" if part == "router" else fmt
+    for name, shape in (("gate_up_proj", (3, 48, 160)), ("down_proj", (3, 50, 160))):
+        shape = shape if part == "experts" else shape[1:]
+        p = Parameter(f"layers.0.{name}", part, shape, (), ())
+        assert prepared_bytes(p, fmt) == prepare_for_gpu(p, quantize(normal(*shape), fmt)).nbytes
 
 
 def test_the_smallest_mxfp4_scale_counts_as_zero() -> None:

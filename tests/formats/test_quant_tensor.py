@@ -60,8 +60,35 @@ def test_what_does_not_belong_together_is_not_joined() -> None:
         concatenate_rows([quantize(x, "fp4"), quantize(x, "int4")])
     with pytest.raises(ValueError, match="different formats"):
         stack([quantize(x, "fp4", 32), quantize(x, "fp4", 16)])
-    with pytest.raises(ValueError, match="global scales"):
-        concatenate_rows([quantize(x, "nvfp4"), quantize(2 * x, "nvfp4")])
+
+
+def test_rows_keep_their_own_global_scale() -> None:
+    parts = [quantize(normal(4, 64), "nvfp4"), quantize(3 * normal(2, 64), "nvfp4")]
+    joined = concatenate_rows(parts)
+    np.testing.assert_array_equal(
+        joined.global_scale, [parts[0].global_scale] * 4 + [parts[1].global_scale] * 2
+    )
+    expected = np.concatenate([p.dequantize() for p in parts])
+    np.testing.assert_array_equal(joined.dequantize(), expected)
+    stacked = stack([joined, joined])
+    np.testing.assert_array_equal(stacked.dequantize(), [expected, expected])
+    np.testing.assert_array_equal(stacked[1].dequantize(), expected)
+    np.testing.assert_array_equal(
+        joined.select_rows(np.array([5, 0])).dequantize(), expected[[5, 0]]
+    )
+
+
+@pytest.mark.parametrize("heights", [(4, 3), (3, 4)])  # of blocks of 2 rows: 3 leaves one over
+def test_blocks_of_rows_are_joined(heights: tuple[int, int]) -> None:
+    parts = []
+    for rows in heights:
+        codes = np.full((rows, 4), E4M3.encode(np.ones(1, np.float32))[0])
+        scales = normal(-(-rows // 2), 2, seed=rows)
+        parts.append(QuantTensor("fp8", (rows, 4), codes, scales, block=(2, 2)))
+    joined = concatenate_rows(parts)
+    expected = np.concatenate([p.dequantize() for p in parts])
+    np.testing.assert_array_equal(joined.dequantize(), expected)
+    assert joined.block == ((2, 2) if heights[0] == 4 else (1, 2))
 
 
 def test_fp8_with_one_scale_per_block_of_rows_and_columns() -> None:

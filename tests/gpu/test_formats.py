@@ -1,10 +1,12 @@
 """Weights on a GPU: quantised and laid out to NumPy's bytes, and read as they are."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from npmoe.formats.fragments import COLUMNS, RECORDS, ROWS, to_fragments
-from npmoe.formats.quant_tensor import quantize
+from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.models.decode import W_CODES
 from npmoe.models.gpu import prepare_for_gpu
 from npmoe.models.parameters import Parameter
@@ -40,9 +42,19 @@ def test_a_gpu_prepares_experts_as_numpy_does(fmt: str) -> None:
 
 @pytest.mark.parametrize("fmt", RECORDS)
 def test_every_code_and_scale_is_read_in_its_place(fmt: str) -> None:
+    assert_read(as_read(w := every_code(fmt, 32, 256)), w.dequantize(), fmt)
+
+
+def test_rows_keep_their_nvfp4_global_scales() -> None:
+    """Even and odd rows, as gate and up are laid out."""
+    w = every_code("nvfp4", 32, 256)
+    w = replace(w, global_scale=np.array([0.1, 7.3] * 16, np.float32))
+    assert_read(as_read(w), w.dequantize(), "nvfp4")
+
+
+def as_read(w: QuantTensor) -> np.ndarray:
     """As in tests/cuda/test_weight_formats.py: unit vectors through `output` give the matrix."""
-    xp, rows, columns = cupy(), 32, 256
-    w = every_code(fmt, rows, columns)
+    xp, fmt, (rows, columns) = cupy(), w.format, w.shape
     records = xp.asarray(to_fragments(w).codes)
     shared = xp.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
     stream = Stream.fit(fmt, columns // COLUMNS, 1, TOKENS, rows // ROWS, bulk(), shared)
@@ -53,4 +65,4 @@ def test_every_code_and_scale_is_read_in_its_place(fmt: str) -> None:
         some = slice(first, first + TOKENS)
         arguments = (found[some], records, None, x[some], rows, TOKENS)
         launch(output, (1,), stream.threads, *arguments, shared=stream.shared)
-    assert_read(found.get().T, w.dequantize(), fmt)
+    return found.get().T

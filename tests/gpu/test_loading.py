@@ -9,7 +9,7 @@ import pytest
 from npmoe.config import parse_weights
 from npmoe.errors import DeviceError, OutOfMemory
 from npmoe.formats.quant_tensor import QuantTensor, quantize
-from npmoe.models.conversion import chosen_formats, convert_parameter
+from npmoe.models.conversion import convert_parameter, loaded_formats
 from npmoe.models.convert import convert_checkpoint
 from npmoe.models.gpu import prepare_for_gpu
 from npmoe.models.parameters import VECTOR, Parameter
@@ -19,7 +19,8 @@ from npmoe.models.upload import load_on_gpu, staging_bytes
 from npmoe.runtime.device import cupy, free_cached_memory, resolve_device, to_host
 from npmoe.runtime.failures import named_errors
 from npmoe.runtime.nvrtc import kernel
-from tests.helpers import GOLDEN
+from tests.helpers import GOLDEN, by_name
+from tests.quantized_files import CASES, Case, make_quantized
 
 pytestmark = pytest.mark.gpu
 
@@ -62,11 +63,26 @@ def test_a_checkpoint(tmp_path: Path, source: str, buffer_bytes: int) -> None:
         folder = tmp_path / "fp4"
         convert_checkpoint(GOLDEN / "mixtral", folder, parse_weights("fp4"), quiet=True)
     opened, policy = open_model(folder), parse_weights("fp4")
-    found = load_on_gpu(opened, chosen_formats(opened, policy), True, buffer_bytes)
+    found = load_on_gpu(opened, loaded_formats(opened, policy, "cuda"), True, buffer_bytes)
     for p in opened.parameters:
         w = read_parameter(opened, p)
         if p.part != VECTOR:
             w = prepare_for_gpu(p, convert_parameter(p, w, policy))
+        expected, loaded = (
+            x.codes if isinstance(x, QuantTensor) else x for x in (w, found[p.name])
+        )
+        assert (to_host(loaded) == expected).all(), p.name
+
+
+@by_name(CASES)
+def test_what_others_quantised(tmp_path: Path, case: Case) -> None:
+    opened = open_model(make_quantized(tmp_path / "model", case, "mixtral")[0])
+    formats = loaded_formats(opened, {}, "cuda")
+    found = load_on_gpu(opened, formats, True)
+    for p in opened.parameters:
+        w = read_parameter(opened, p)
+        if p.part != VECTOR:
+            w = prepare_for_gpu(p, convert_parameter(p, w, {p.part: formats[p.name]}))
         expected, loaded = (
             x.codes if isinstance(x, QuantTensor) else x for x in (w, found[p.name])
         )
@@ -80,7 +96,7 @@ def test_little_memory_is_left_behind() -> None:
     pool = cupy().get_default_memory_pool()
     before = pool.total_bytes()
     opened = open_model(GOLDEN / "mixtral")
-    weights = load_on_gpu(opened, chosen_formats(opened, {}), quiet=True)
+    weights = load_on_gpu(opened, loaded_formats(opened, {}, "cuda"), quiet=True)
     kept = sum(w.nbytes for w in weights.values())
     assert kept <= pool.total_bytes() - before <= kept + staging_bytes(opened) + (64 << 20)
 

@@ -1,27 +1,32 @@
 """Loading to a GPU, without one: pinned memory, streams and kernels are the CPU's."""
 
+import math
 import shutil
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from npmoe.config import parse_weights
+from npmoe.config import KVCacheConfig, parse_weights
 from npmoe.errors import CheckpointError, UnsupportedModel
+from npmoe.formats.fragments import RECORDS
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models import prepare, upload
-from npmoe.models.conversion import chosen_formats, convert_parameter
+from npmoe.models.conversion import chosen_formats, conversions, convert_parameter, loaded_formats
 from npmoe.models.convert import convert_checkpoint
 from npmoe.models.gpu import prepare_for_gpu
+from npmoe.models.memory import need_of
 from npmoe.models.parameters import VECTOR
 from npmoe.models.stored import OpenModel, open_model, read_parameter
 from npmoe.runtime import transfer
 from tests.cuda import build
 from tests.cuda.support import same_bits
-from tests.helpers import GOLDEN, read_safetensors, write_safetensors
+from tests.helpers import GOLDEN, by_name, read_safetensors, write_safetensors
+from tests.quantized_files import CASES, Case, make_quantized
 
 needs_gxx = pytest.mark.skipif(build.missing() is not None, reason=build.missing() or "")
 
@@ -121,7 +126,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 )
 def test_a_hub_checkpoint(gpu: None, name: str, buffer_bytes: int, weights: str) -> None:
     opened = open_model(GOLDEN / name)
-    formats = chosen_formats(opened, parse_weights(weights))
+    formats = loaded_formats(opened, parse_weights(weights), "cuda")
     found = upload.load_on_gpu(opened, formats, True, buffer_bytes)
     assert_same(found, expected_weights(open_model(GOLDEN / name), weights))
     assert opened.checkpoint.unused() == []
@@ -138,7 +143,7 @@ def test_a_converted_checkpoint_is_laid_out_and_not_quantised_again(
     policy = parse_weights("fp4")
     convert_checkpoint(GOLDEN / "mixtral", target, policy, quiet=True)
     opened = open_model(target)
-    found = upload.load_on_gpu(opened, chosen_formats(opened, {}), True, buffer_bytes)
+    found = upload.load_on_gpu(opened, loaded_formats(opened, {}, "cuda"), True, buffer_bytes)
     assert_same(found, expected_weights(opened, "native"))
     assert_same(found, expected_weights(open_model(GOLDEN / "mixtral"), "fp4"))
 
@@ -151,18 +156,74 @@ def test_other_formats_are_converted_or_stored_with_the_same_outcome(
     policy = parse_weights(weights)
     original = open_model(GOLDEN / "mixtral")
     expected = expected_weights(original, weights)
-    assert_same(upload.load_on_gpu(original, chosen_formats(original, policy), True), expected)
+    assert_same(
+        upload.load_on_gpu(original, loaded_formats(original, policy, "cuda"), True), expected
+    )
     convert_checkpoint(GOLDEN / "mixtral", tmp_path / weights, policy, quiet=True)
     stored = open_model(tmp_path / weights)
-    assert_same(upload.load_on_gpu(stored, chosen_formats(stored, {}), True), expected)
+    assert_same(upload.load_on_gpu(stored, loaded_formats(stored, {}, "cuda"), True), expected)
 
 
 @needs_gxx
 def test_experts_that_are_stored_as_mxfp4_stay_so(gpu: None) -> None:
     opened = open_model(GOLDEN / "gpt_oss")
-    found = upload.load_on_gpu(opened, chosen_formats(opened, {}), True)
+    found = upload.load_on_gpu(opened, loaded_formats(opened, {}, "cuda"), True)
     assert found["layers.0.down_proj"].format == "mxfp4"
     assert_same(found, expected_weights(opened, "native"))
+
+
+@needs_gxx
+@by_name(CASES)
+def test_what_others_quantised(gpu: None, tmp_path: Path, case: Case) -> None:
+    """Laid out from what the CPU reads, in its format where kernels read that, else in bf16: they
+    read no fp8 blocks of 32 columns and no int4 groups of 16."""
+    opened = open_model(make_quantized(tmp_path / "model", case, "mixtral")[0])
+    formats = loaded_formats(opened, {}, "cuda")
+    expected = {}
+    for p in opened.parameters:
+        w = expected[p.name] = read_parameter(opened, p)
+        if p.part != VECTOR:
+            is_narrow = w.format == "fp8" and w.block[1] == 32 < w.shape[-1]
+            is_narrow |= w.format.startswith("int4") and w.block == (1, 16)
+            native = w.format in RECORDS and not is_narrow
+            assert formats[p.name] == (w.format if native else "bf16")
+            converted = convert_parameter(p, w, {p.part: formats[p.name]})
+            expected[p.name] = prepare_for_gpu(p, converted)
+    assert_same(upload.load_on_gpu(opened, formats, True), expected)
+    matrices = [p for p in opened.parameters if p.part != VECTOR]
+    kept = sum(expected[p.name].nbytes for p in matrices)
+    assert need_of(opened, {}, KVCacheConfig(), "cuda").weights == kept
+
+
+@needs_gxx
+def test_scales_that_fp16_cannot_hold_are_said(
+    gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for name in ("w4a16", "w4a16-float32-scales"):
+        case = next(c for c in CASES if c.name == name)
+        opened = open_model(make_quantized(tmp_path / name, case, "mixtral")[0])
+        upload.load_on_gpu(opened, loaded_formats(opened, {}, "cuda"))
+        said.append(capsys.readouterr().err)
+    assert "rounded" not in said[0]
+    assert "layers.0.down_proj: fp16 cannot hold its scales exactly, rounded" in said[1]
+
+
+@needs_gxx
+def test_tables_and_routers_of_other_types_become_bf16(gpu: None, tmp_path: Path) -> None:
+    folder, _ = make_quantized(tmp_path / "model", CASES[0], "mixtral")
+    tensors = read_safetensors(folder / "model.safetensors")
+    name = next(n for n in tensors if n.endswith("block_sparse_moe.gate.weight"))
+    shape = tensors[name][1]
+    values = np.linspace(-1, 1, math.prod(shape)).astype(np.float16)
+    tensors[name] = ("F16", shape, values.tobytes())
+    write_safetensors(folder / "model.safetensors", tensors)
+    opened = open_model(folder)
+    formats = loaded_formats(opened, {}, "cuda")
+    assert "router: fp16 has no equal here, converted to bf16" in conversions(opened, {}, formats)
+    found = upload.load_on_gpu(opened, formats, True)
+    expected = values.astype(ml_dtypes.bfloat16).view(np.uint16).reshape(shape)
+    np.testing.assert_array_equal(found["layers.0.router"], expected)
 
 
 @needs_gxx
@@ -175,7 +236,7 @@ def test_tensors_of_several_types_are_put_together_on_the_host(gpu: None, tmp_pa
     tensors[name] = ("F32", shape, wide)
     write_safetensors(folder / "model.safetensors", tensors)
     opened = open_model(folder)
-    formats = chosen_formats(opened, parse_weights("fp4"))
+    formats = loaded_formats(opened, parse_weights("fp4"), "cuda")
     assert_same(upload.load_on_gpu(opened, formats, True), expected_weights(opened, "fp4"))
 
 
@@ -188,7 +249,7 @@ def test_values_that_fp4_cannot_hold_name_the_matrix(gpu: None, tmp_path: Path) 
     tensors[name] = (dtype, shape, b"\xc0\xff" + data[2:])
     write_safetensors(folder / "model.safetensors", tensors)
     opened = open_model(folder)
-    formats = chosen_formats(opened, parse_weights("fp4"))
+    formats = loaded_formats(opened, parse_weights("fp4"), "cuda")
     with pytest.raises(ValueError, match=r"layers\.1\.o_proj .* cannot be fp4: .*NaN"):
         upload.load_on_gpu(opened, formats, True)
 
@@ -196,9 +257,9 @@ def test_values_that_fp4_cannot_hold_name_the_matrix(gpu: None, tmp_path: Path) 
 @needs_gxx
 def test_the_rate_is_said_unless_quiet(gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     opened = open_model(GOLDEN / "mixtral")
-    upload.load_on_gpu(opened, chosen_formats(opened, {}), quiet=True)
+    upload.load_on_gpu(opened, loaded_formats(opened, {}, "cuda"), quiet=True)
     assert capsys.readouterr() == ("", "")
-    upload.load_on_gpu(opened, chosen_formats(opened, {}))
+    upload.load_on_gpu(opened, loaded_formats(opened, {}, "cuda"))
     assert "of weights in" in (said := capsys.readouterr().err)
     assert "GB/s" in said
 
@@ -212,7 +273,7 @@ def test_a_shard_that_shrinks_after_it_was_opened(gpu: None, tmp_path: Path, kin
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(info.stop - 7)
     with pytest.raises(CheckpointError, match=r"model\.safetensors has become shorter"):
-        upload.load_on_gpu(opened, chosen_formats(opened, {}), True)
+        upload.load_on_gpu(opened, loaded_formats(opened, {}, "cuda"), True)
 
 
 def test_a_quantised_part_is_not_quantised_again(tmp_path: Path) -> None:
