@@ -24,7 +24,7 @@
 // combined through shared memory, the CLUSTER splits of a cluster too, each block for its share of
 // the outputs; where there are several clusters a head, the last block to arrive combines their
 // shares.
-// Dynamic shared memory: WARPS STAGES STAGE_BYTES; STAGE_BYTES as npmoe/models/decode.py counts it:
+// Dynamic shared memory: WARPS STAGES STAGE_BYTES; STAGE_BYTES as npmoe/models/stream.py counts it:
 // CHUNK rows of K and of V, each 16 bytes longer than its codes, and their scales.
 // Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT,
 // KV_GROUP (32), CLUSTER (8 or 1), WARPS (2 to 8, a power of two), STAGES (2 or more), LEAST (a
