@@ -16,9 +16,9 @@
 // attention with FUSED 0 then reads them there like all others. So several new tokens of one sequence
 // can be rows of one step, each with its own length.
 // Grid of store_kv: (2 KV_HEADS, seqs) blocks of D / 2 threads, keys first.
-// Grid of attention: (splits, KV_HEADS, seqs) blocks of 32 WARPS threads, splits a multiple of CLUSTER and at most
-// 32 CLUSTER. A split takes the next ceil(len / splits) tokens, rounded up to CHUNK, at least LEAST (or
-// twice that, where one cluster would not do); its
+// Grid of attention: (splits, KV_HEADS, seqs) blocks of 32 WARPS threads, splits a multiple of CLUSTER
+// and at most 32 CLUSTER. A split takes the next ceil(len / splits) tokens, rounded up to CHUNK, at
+// least LEAST (or twice that, where one cluster would not do); its
 // warps take turns at chunks of CHUNK tokens, each on its own: a ring of STAGES chunks in shared memory
 // filled by asynchronous copies, a running maximum, sums in registers. Then the warps of a block are
 // combined through shared memory, the CLUSTER splits of a cluster too, each block for its share of
@@ -188,7 +188,8 @@ __device__ __forceinline__ void mix(float (&mixed)[D / 16][4], const u8* stage, 
   int lane = threadIdx.x & 31, t = lane & 3;
   const u8* row = stage + V_AT + lane % 16 * V_STRIDE + lane / 16 * 16;
   uint2 low, high;  // the B operand: tokens 2 t and on, tokens 8 + 2 t and on
-  if constexpr (!V_SCALED) low = head_and_rest<V_FORMAT>(p[0], p[1]), high = head_and_rest<V_FORMAT>(p[2], p[3]);
+  if constexpr (!V_SCALED)
+    low = head_and_rest<V_FORMAT>(p[0], p[1]), high = head_and_rest<V_FORMAT>(p[2], p[3]);
 #pragma unroll
   for (int i = 0; i < (V_SCALED ? GROUPS : D / 16); i += V_SCALED ? 2 : 1) {
     u32 words[4];
