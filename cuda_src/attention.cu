@@ -16,15 +16,15 @@
 // attention with FUSED 0 then reads them there like all others. So several new tokens of one sequence
 // can be rows of one step, each with its own length.
 // Grid of store_kv: (2 KV_HEADS, seqs) blocks of D / 2 threads, keys first.
-// Grid of attention: (splits, KV_HEADS, seqs) blocks of 32 WARPS threads, splits a multiple of CLUSTER and at most
-// 32 CLUSTER. A split takes the next ceil(len / splits) tokens, rounded up to CHUNK, at least LEAST (or
-// twice that, where one cluster would not do); its
+// Grid of attention: (splits, KV_HEADS, seqs) blocks of 32 WARPS threads, splits a multiple of CLUSTER
+// and at most 32 CLUSTER. A split takes the next ceil(len / splits) tokens, rounded up to CHUNK, at
+// least LEAST (or twice that, where one cluster would not do); its
 // warps take turns at chunks of CHUNK tokens, each on its own: a ring of STAGES chunks in shared memory
 // filled by asynchronous copies, a running maximum, sums in registers. Then the warps of a block are
 // combined through shared memory, the CLUSTER splits of a cluster too, each block for its share of
 // the outputs; where there are several clusters a head, the last block to arrive combines their
 // shares.
-// Dynamic shared memory: WARPS STAGES STAGE_BYTES; STAGE_BYTES as npmoe/models/decode.py counts it:
+// Dynamic shared memory: WARPS STAGES STAGE_BYTES; STAGE_BYTES as npmoe/models/stream.py counts it:
 // CHUNK rows of K and of V, each 16 bytes longer than its codes, and their scales.
 // Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT,
 // KV_GROUP (32), CLUSTER (8 or 1), WARPS (2 to 16, a power of two), STAGES (2 or more), LEAST (a
@@ -34,29 +34,19 @@
 // and rest, float32 sums, group scales applied in float32; chunks of a warp in order, then warps,
 // then splits in order.
 // Limit: values in fp4 pages below 49,000 (their scale times 8 must fit fp16).
-#include "kv_formats.cuh"
+#include "new_token.cuh"
 
-#if (HEAD_DIM != 64 && HEAD_DIM != 128) || HEADS % KV_HEADS != 0 || HEADS / KV_HEADS > 8
-#error "attention needs HEAD_DIM 64 or 128 and 1 to 8 query heads a KV head"
-#endif
-#if (K_FORMAT != KV_BF16 && K_FORMAT != KV_FP4) || (V_FORMAT != KV_BF16 && V_FORMAT != KV_FP4)
-#error "define K_FORMAT and V_FORMAT as KV_BF16 (0) or KV_FP4 (1)"
-#endif
 #if KV_GROUP != 32 || PAGE < 1 || (CLUSTER != 1 && CLUSTER != 8)
 #error "attention needs KV_GROUP 32, PAGE 1 or more, and CLUSTER 1 or 8"
 #endif
 #if (WARPS != 2 && WARPS != 4 && WARPS != 8 && WARPS != 16) || STAGES < 2 || LEAST < 16 || LEAST % 16 != 0
 #error "attention needs WARPS 2, 4, 8 or 16, STAGES 2 or more and LEAST a multiple of 16"
 #endif
-
 #if !defined(FUSED) || (FUSED != 0 && FUSED != 1)
 #error "define FUSED as 0 or 1"
 #endif
 
-constexpr int D = HEAD_DIM, RATIO = HEADS / KV_HEADS, THREADS = 32 * WARPS, CHUNK = 16;
-constexpr int GROUPS = D / 32;
-constexpr bool K_SCALED = KV<K_FORMAT>::SCALED, V_SCALED = KV<V_FORMAT>::SCALED;
-constexpr int K_ROW = D * KV<K_FORMAT>::BITS / 8, V_ROW = D * KV<V_FORMAT>::BITS / 8;  // bytes
+constexpr int RATIO = HEADS / KV_HEADS, THREADS = 32 * WARPS, CHUNK = 16;
 // Rows in shared memory: 16 bytes longer, so that 8 rows lie on different banks.
 constexpr int K_STRIDE = K_ROW + 16, V_STRIDE = V_ROW + 16, SCALE_ROW = 2 * GROUPS;
 constexpr int V_AT = CHUNK * K_STRIDE, K_SCALES_AT = V_AT + CHUNK * V_STRIDE;
@@ -68,58 +58,6 @@ static_assert(STAGES * STAGE_BYTES >= 8 * RESULT_STRIDE * 4, "a warp's result ne
 constexpr float K_UNDO = K_SCALED ? 16384.f : 1.f;  // 2^14 of the codes
 constexpr float V_FACTOR = V_SCALED ? 8.f : 1.f, V_UNDO = V_SCALED ? 2048.f : 1.f;  // 2^14 / V_FACTOR
 constexpr float LOG2_E = 1.44269504f;
-
-// What a lane needs for norm and rotary, spread as store_head wants the elements.
-struct HeadFactors {
-  float norm[D / 32];
-  float2 turn[2];
-  __device__ __forceinline__ HeadFactors(const float* weight, const float2* cos_sin) {
-    int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int i = 0; i < D / 32; i++)
-      norm[i] = weight ? __ldg(weight + i / 2 * 64 + 2 * lane + i % 2) : 1.f;
-#pragma unroll
-    for (int i = 0; i < 2; i++) turn[i] = __ldg(cos_sin + (2 * lane + i) % (D / 2));
-  }
-};
-
-__device__ __forceinline__ void load_head(float* v, const float* x) {
-#pragma unroll
-  for (int h = 0; h < D / 64; h++) {
-    float2 q = __ldcg(reinterpret_cast<const float2*>(x) + h * 32 + (threadIdx.x & 31));
-    v[2 * h] = q.x, v[2 * h + 1] = q.y;
-  }
-}
-
-// Norms a loaded head if `normed` and turns it.
-__device__ __forceinline__ void turn_head(float* v, const HeadFactors& factors, bool normed,
-                                          float eps) {
-  int lane = threadIdx.x & 31;
-  if (normed) {
-    float square = 0.f;
-#pragma unroll
-    for (int i = 0; i < D / 32; i++) square += v[i] * v[i];
-    float inverse = rsqrtf(warp_sum(square) / D + eps);
-#pragma unroll
-    for (int i = 0; i < D / 32; i++) v[i] *= inverse * factors.norm[i];
-  }
-#if HEAD_DIM == 128
-#pragma unroll
-  for (int i = 0; i < 2; i++) {  // element 2 l + i turns with element 64 + 2 l + i
-    float2 cs = factors.turn[i];
-    float a = v[i], b = v[2 + i];
-    v[i] = a * cs.x - b * cs.y;
-    v[2 + i] = b * cs.x + a * cs.y;
-  }
-#else
-#pragma unroll
-  for (int i = 0; i < 2; i++) {  // element 2 l + i turns with the one 16 lanes on
-    float other = __shfl_xor_sync(ALL_LANES, v[i], 16);
-    float2 cs = factors.turn[i];
-    v[i] = lane < 16 ? v[i] * cs.x - other * cs.y : v[i] * cs.x + other * cs.y;
-  }
-#endif
-}
 
 // A pair of floats as 16-bit numbers, bf16 where the other operand is bf16, and what is left of them.
 template <int FORMAT>
@@ -141,16 +79,6 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint4& a, u32 b0, u32 b
   else
     mma_f16(c, a, b0, b1);
 }
-
-struct Pages {
-  u8 *k_codes, *v_codes;
-  __half *k_scales, *v_scales;
-  const int* table;
-  int kv_head;
-  __device__ __forceinline__ size_t row(int page, int token) const {
-    return (static_cast<size_t>(page) * KV_HEADS + kv_head) * PAGE + token % PAGE;
-  }
-};
 
 // Starts copying the tokens [first, first + CHUNK) below `end` into a stage of this warp's ring.
 // page: of token first + lane % CHUNK.
@@ -178,12 +106,6 @@ __device__ __forceinline__ void fetch_chunk(u8* stage, const Pages& pages, int f
     async_copy<SCALE_ROW>(stage + (values ? V_SCALES_AT : K_SCALES_AT) + r * SCALE_ROW,
                           (values ? pages.v_scales : pages.k_scales) + row * GROUPS);
 }
-
-// The new token as its pages hold it.
-struct NewToken {
-  u8 k[K_ROW], v[V_ROW];
-  __half k_scales[4], v_scales[4];
-};
 
 // Puts the new token into row r of a stage.
 __device__ __forceinline__ void take_new_token(u8* stage, int r, const NewToken& token) {
@@ -266,7 +188,8 @@ __device__ __forceinline__ void mix(float (&mixed)[D / 16][4], const u8* stage, 
   int lane = threadIdx.x & 31, t = lane & 3;
   const u8* row = stage + V_AT + lane % 16 * V_STRIDE + lane / 16 * 16;
   uint2 low, high;  // the B operand: tokens 2 t and on, tokens 8 + 2 t and on
-  if constexpr (!V_SCALED) low = head_and_rest<V_FORMAT>(p[0], p[1]), high = head_and_rest<V_FORMAT>(p[2], p[3]);
+  if constexpr (!V_SCALED)
+    low = head_and_rest<V_FORMAT>(p[0], p[1]), high = head_and_rest<V_FORMAT>(p[2], p[3]);
 #pragma unroll
   for (int i = 0; i < (V_SCALED ? GROUPS : D / 16); i += V_SCALED ? 2 : 1) {
     u32 words[4];
@@ -301,25 +224,6 @@ __device__ __forceinline__ void mix(float (&mixed)[D / 16][4], const u8* stage, 
       mma<V_FORMAT>(mixed[i], a, low.y, high.y);
     }
   }
-}
-
-// One warp's share of storing a new token: half of its key or of its value, 64 elements.
-constexpr int HALVES = D / 64;
-__device__ __forceinline__ void store_new(const float* projected, const Pages& pages, int length,
-                                          bool key, int half, const HeadFactors& factors, bool normed,
-                                          float eps, NewToken& near) {
-  float v[D / 32];
-  load_head(v, projected + (HEADS + (key ? 0 : KV_HEADS) + pages.kv_head) * D);
-  size_t row = pages.row(__ldg(pages.table + (length - 1) / PAGE), length - 1);
-  if (key) turn_head(v, factors, normed, eps);
-  float a = v[0], b = v[1];
-  if (half) a = v[D / 32 - 2], b = v[D / 32 - 1];
-  if (key)
-    store_half<K_FORMAT>(pages.k_codes + row * K_ROW, pages.k_scales + row * GROUPS, near.k,
-                         near.k_scales, half, a, b);
-  else
-    store_half<V_FORMAT>(pages.v_codes + row * V_ROW, pages.v_scales + row * GROUPS, near.v,
-                         near.v_scales, half, a, b);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * HALVES)

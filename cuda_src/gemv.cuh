@@ -274,7 +274,8 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
           total += __shfl_xor_sync(ALL_LANES, total, o);
           if (NORM) square += __shfl_xor_sync(ALL_LANES, square, o);
         }
-        done(j - batch + which, at % TILE, token, total, square, share == 0 && token < tokens && first + lane / FINISHERS < outputs);
+        bool mine = share == 0 && token < tokens && first + lane / FINISHERS < outputs;
+        done(j - batch + which, at % TILE, token, total, square, mine);
       }
       if (j < tiles - 1) sync_threads(THREADS);  // `partial` is written again
     }

@@ -36,7 +36,8 @@ __device__ __forceinline__ u32 e2m1_code(float v) {  // of a value of E2M1
   int above = static_cast<int>((b & 0x7fffffffu) >> 22) - 252;  // 2 for 1, 3 for 1.5, ..., 0 for 0.5
   return (max(above, 0) + (fabsf(v) == 0.5f)) | b >> 31 << 3;
 }
-// v / scale, correctly rounded where it is no subnormal number (a zero loses its sign); inverse: of the scale, within 1 ulp.
+// v / scale, correctly rounded where it is no subnormal number (a zero loses its sign); inverse: of the
+// scale, within 1 ulp.
 __device__ __forceinline__ float divide(float v, float scale, float inverse) {
   float q = __fmul_rn(v, inverse);
   return __fmaf_rn(__fmaf_rn(-q, scale, v), inverse, q);

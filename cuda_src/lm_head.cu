@@ -10,7 +10,8 @@
 // Grid: any number of blocks of BLOCK_THREADS threads; block b takes row tiles b, b + grid, ...
 // Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8); BULK, PARTS, STAGES, BATCH, WARPS: see gemv.cuh.
 // Alignment: 16 bytes everywhere.
-// Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sum; of equal logits the lower row wins.
+// Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sum; of equal logits
+// the lower row wins.
 #include "gemv.cuh"
 
 #if K % 128 != 0 || TOKENS < 1 || TOKENS > 8

@@ -11,12 +11,16 @@ typedef unsigned long long u64;
 // ended. grid_wait returns when the predecessor's writes are visible; before it a kernel may read
 // only what older kernels wrote. launch_next lets the successor begin.
 __device__ __forceinline__ void grid_wait() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && !defined(CUDA_CPU)
+#if defined(CUDA_CPU)
+  cpu::grid_wait();
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void launch_next() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && !defined(CUDA_CPU)
+#if defined(CUDA_CPU)
+  cpu::launch_next();
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }

@@ -296,9 +296,11 @@ class Engine:
         """Waits for the step in progress, then lets model and cache go."""
         with suppress(RuntimeError), self._turn():
             self.closed = True
-            self._pipeline.close()
-            self._pipeline = Pipeline(None)
-            del self.runner
+            try:
+                self._pipeline.close()
+            finally:
+                self._pipeline = Pipeline(None)
+                del self.runner
 
     def completion(self, request: Request) -> Completion:
         """The answer of a request that is done."""

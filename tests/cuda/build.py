@@ -13,6 +13,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,6 +66,25 @@ class Kernel:
 
     name: str
     function: Any
+    library: ctypes.CDLL
+
+    @property
+    def was_hasty(self) -> bool:
+        """Whether its last launch let the next kernel begin before it had waited itself."""
+        return bool(self.library.cpu_was_hasty())
+
+    @contextmanager
+    def begins_early(self, written: list[Any], in_flight: list[bool]) -> Iterator[None]:
+        """Inside, launches begin while kernels before them still write the arrays of `written` that
+        are in_flight; a RuntimeError tells of writes to any of them before grid_wait."""
+        count = len(written)
+        starts = (ctypes.c_void_p * count)(*(a.ctypes.data for a in written))
+        sizes = (ctypes.c_size_t * count)(*(a.nbytes for a in written))
+        self.library.cpu_watch(starts, sizes, (ctypes.c_ubyte * count)(*in_flight), count)
+        try:
+            yield
+        finally:
+            self.library.cpu_watch(None, None, None, 0)
 
 
 @functools.cache
@@ -122,7 +143,7 @@ def kernel(stem: str, name: str, **macros: int) -> Kernel:
     library = _library(stem, tuple(sorted((k, int(v)) for k, v in macros.items())))
     function = getattr(library, f"cpu_{name}")
     function.restype = ctypes.c_char_p
-    return Kernel(name, function)
+    return Kernel(name, function, library)
 
 
 def _argument(value: Any) -> tuple[str, Any]:

@@ -13,6 +13,10 @@
 // Bulk copies into shared memory land at once with seed 0, when nothing else can run with 1, and else
 // when a thread waits for them; asynchronous copies of a thread land at once with seed 0, else when
 // it waits for them.
+// A launch may be told what memory kernels before it still write (watch): up to grid_wait those bytes
+// are POISON, each cluster of blocks stops there until all its threads have come, and none may have
+// written to watched memory. So a kernel that begins too early, by a launch_next before its own wait in
+// the kernel before it, gives other results or an error.
 // Reported as an error text: a deadlock, lanes that meet in different warp operations, threads that
 // meet at different barriers, a write past dynamic shared memory, a bulk copy that is misaligned or
 // never waited for, arguments of the wrong type.
@@ -120,6 +124,7 @@ struct Fiber {
   void* call = nullptr;
   void (*finish)(void*) = nullptr;
   Mbarrier* awaits = nullptr;
+  bool waited = false;   // for the kernels before
   bool arrived = false;  // at a barrier of the cluster, for which it has not waited yet
   // Copies into shared memory of this thread that are on their way, and groups committed so far.
   std::vector<AsyncCopy> async;
@@ -345,8 +350,42 @@ T peer(const T* own, int rank) {
   return v;
 }
 
+// Memory that kernels write. in_flight: one that may still run when this launch begins does.
+struct Watched {
+  unsigned char* at;
+  size_t bytes;
+  bool in_flight;
+  std::vector<unsigned char> real;
+};
+inline std::vector<Watched> watched;
+inline bool hidden = false, hasty = false;
+
+inline void hide() {
+  for (Watched& w : watched) {
+    w.real.assign(w.at, w.at + w.bytes);
+    if (w.in_flight) memset(w.at, POISON, w.bytes);
+  }
+  hidden = !watched.empty();
+}
+// Whether nothing was written before.
+inline bool reveal() {
+  hidden = false;
+  bool untouched = true;
+  for (Watched& w : watched) {
+    for (size_t i = 0; i < w.bytes; i++) untouched &= w.at[i] == (w.in_flight ? POISON : w.real[i]);
+    memcpy(w.at, w.real.data(), w.bytes);
+  }
+  return untouched;
+}
+inline void launch_next() { hasty |= !current->waited; }
+inline void grid_wait() {
+  current->waited = true;
+  if (hidden) cluster_barrier();
+}
+
 inline void fiber_main() {
   block->run();
+  if (!watched.empty() && !current->waited) fail("a thread ends before grid_wait");
   if (current->arrived) fail("a thread ends between cluster_arrive and cluster_wait");
   current->state = ENDED;
   block->alive--;
@@ -443,6 +482,7 @@ inline std::string run_cluster(std::vector<Block>& blocks, unsigned char* stacks
     stacks += STACK_BYTES * b.fibers.size();
     if (blocks.size() > 1) b.statics.assign(__stop_shared_memory - __start_shared_memory, POISON);
   }
+  hide();
   for (bool alive = true; alive;) {
     alive = false;
     for (int i : random.order(static_cast<int>(blocks.size()), seed)) {
@@ -452,6 +492,7 @@ inline std::string run_cluster(std::vector<Block>& blocks, unsigned char* stacks
       if (!blocks[i].error.empty()) return blocks[i].error;
       alive |= blocks[i].alive > 0;
     }
+    if (hidden && !reveal()) return "a write before grid_wait";
     for (Block& b : blocks)
       for (Fiber& f : b.fibers)
         if (f.state == AT_CLUSTER) f.state = READY;
@@ -494,6 +535,7 @@ const char* launch(void (*kernel)(A...), int blocks_a_cluster, const unsigned* s
       static_cast<unsigned char*>(aligned_alloc(64, STACK_BYTES * threads * blocks.size())), free);
   Random random{seed};
   error.clear();
+  hasty = false;
   for (int i : random.order(sizes[0] * sizes[1] * sizes[2] / blocks_a_cluster, seed)) {
     for (int r = 0; r < blocks_a_cluster; r++) {
       unsigned at = i * blocks_a_cluster + r, x = sizes[0], y = sizes[1];
@@ -520,6 +562,16 @@ const char* launch(void (*kernel)(A...), int blocks_a_cluster, const unsigned* s
 }
 
 }  // namespace cpu
+
+extern "C" {
+// Of the launches that follow; count 0 ends it.
+void cpu_watch(unsigned char** at, const size_t* bytes, const unsigned char* in_flight, int count) {
+  cpu::watched.clear();
+  for (int i = 0; i < count; i++) cpu::watched.push_back({at[i], bytes[i], in_flight[i] != 0, {}});
+}
+// Whether a thread of the last launch let the next kernel begin before it had waited itself.
+int cpu_was_hasty() { return cpu::hasty; }
+}
 
 // cpu_NAME, which runs a kernel in blocks of their own, or in clusters of CLUSTER.
 #define CPU_KERNEL(name) CPU_KERNEL_OF(name, 1)

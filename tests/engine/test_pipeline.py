@@ -210,6 +210,21 @@ def test_closing_while_a_step_is_in_flight(text_folder: Path) -> None:
         next(stream)
 
 
+def test_closing_when_the_device_has_failed(
+    text_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting raises then, as CuPy does: model and cache go all the same."""
+    llm = load_self_decoding(text_folder, late=True)
+    engine = llm.engine
+
+    def fail() -> None:
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    monkeypatch.setattr(model_of(llm), "synchronize", fail)
+    llm.close()
+    assert not hasattr(engine, "runner")
+
+
 @pytest.mark.parametrize("name", ["start", "enqueue", "take", "forward"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_error_of_the_model(
