@@ -8,7 +8,7 @@ import numpy as np
 from npmoe.config import KVCacheConfig
 from npmoe.dtypes import Array, array_namespace
 from npmoe.formats.quant_tensor import QuantTensor, concatenate_rows, quantize
-from npmoe.kv.storage import KVCache
+from npmoe.kv.storage import KVCache, key_value_dims
 from npmoe.models.conversion import cannot_be
 from npmoe.models.gpu import prepare_for_gpu
 from npmoe.models.parameters import TABLE, VECTOR, Parameter
@@ -86,13 +86,14 @@ def random_cache(
     spec: ModelSpec, kv: KVCacheConfig, num_pages: int, page_size: int, device: str
 ) -> KVCache:
     """A cache in which every page of a layer holds the same random keys and values."""
-    heads, head_dim = spec.num_kv_heads, spec.head_dim
-    sizes = page_size, heads, head_dim, kv
+    heads = spec.num_kv_heads
+    sizes = page_size, heads, spec.head_dim, kv
     cache = KVCache(len(spec.layers), num_pages, *sizes, device)
     rng, slots = np.random.default_rng(1), np.arange(page_size, dtype=np.int32)
+    widths = key_value_dims(spec.head_dim)
     for layer, page in zip(cache.layers, KVCache(len(spec.layers), 1, *sizes).layers, strict=True):
-        for many, one in zip(layer, page, strict=True):
-            values = rng.standard_normal((page_size, heads, head_dim), dtype=np.float32)
+        for many, one, width in zip(layer, page, widths, strict=True):
+            values = rng.standard_normal((page_size, heads, width), dtype=np.float32)
             write_kv_pages(one, values, slots)
             for a, b in zip(many.arrays(), one.arrays(), strict=True):
                 a[...] = to_device(b, device)

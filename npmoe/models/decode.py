@@ -15,7 +15,7 @@ from npmoe.dtypes import Array
 from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, RECORDS, ROWS
 from npmoe.formats.quant_tensor import QuantTensor
-from npmoe.models.specs import ExpertSpec, ModelSpec
+from npmoe.models.specs import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec
 from npmoe.models.stream import AttentionSplit, Stream
 from npmoe.ops.experts import PLAIN
 from npmoe.ops.quantize import KVPages
@@ -65,8 +65,9 @@ class DecodeStep:
         xp = cupy()
         self.spec, self.weights, self.cache, self.block_table = spec, weights, cache, block_table
         self.num_seqs = seqs = block_table.shape[0]
-        a = spec.layers[0].attention
         check_decode_spec(spec)
+        a = spec.layers[0].attention
+        assert isinstance(a, AttentionSpec)
         gpu = xp.cuda.Device().attributes
         self.blocks = self.tuning.blocks or gpu["MultiProcessorCount"]
         self.bulk, self.shared_bytes = bulk(), gpu["MaxSharedMemoryPerBlockOptin"]
@@ -201,6 +202,7 @@ class DecodeStep:
 
     def _attention(self, i: int, w: dict[str, Any]) -> None:
         a = self.spec.layers[i].attention
+        assert isinstance(a, AttentionSpec)
         k, v = self.cache[i]
         split = AttentionSplit.fit(a.head_dim, k.format, v.format, self.shared_bytes)
         macros = {
@@ -316,7 +318,7 @@ _LAYER_WEIGHTS = (
 
 def rotary_table(spec: ModelSpec, num_positions: int) -> Array:
     """Cosine and sine of positions from 0 on the device, float32 `[positions, head_dim / 2, 2]`."""
-    frequencies, factor = rope_frequencies(spec.rope, spec.head_dim, spec.max_positions)
+    frequencies, factor = rope_frequencies(spec.rope, spec.rope_dim, spec.max_positions)
     cos, sin = rope_cos_sin(np.arange(num_positions, dtype=np.int32), frequencies, factor)
     return cupy().asarray(np.stack([cos, sin], axis=-1))
 
@@ -329,6 +331,8 @@ def check_decode_spec(spec: ModelSpec) -> None:
         raise _no_kernel("rotary on a part of each head")
     for layer in spec.layers:
         a, mlp = layer.attention, layer.mlp
+        if isinstance(a, LatentSpec):
+            raise _no_kernel("multi-head latent attention")
         if not isinstance(mlp, ExpertSpec):
             raise _no_kernel("a dense MLP")
         top_k = mlp.router.top_k

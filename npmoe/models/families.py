@@ -5,11 +5,26 @@ from typing import Any
 
 from npmoe.config import ConfigReader, ModelConfig
 from npmoe.errors import UnsupportedModel
-from npmoe.models import gpt_oss, llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe
+from npmoe.models import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe_lite,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    olmoe,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from npmoe.models.parameters import Parameter
 from npmoe.models.specs import ModelSpec
 
 FAMILIES: dict[str, ModuleType] = {
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "glm4_moe_lite": glm4_moe_lite,
     "gpt_oss": gpt_oss,
     "llama": llama,
     "mistral": mistral,

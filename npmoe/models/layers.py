@@ -6,10 +6,18 @@ import numpy as np
 
 from npmoe.batch import Batch
 from npmoe.dtypes import Array
-from npmoe.models.specs import ExpertSpec, LayerSpec, ModelSpec, RouterSpec
+from npmoe.models.specs import (
+    AttentionSpec,
+    ExpertSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelSpec,
+    RouterSpec,
+)
 from npmoe.ops.attention import paged_attention
 from npmoe.ops.embed import embed
 from npmoe.ops.experts import add_experts, add_mlp
+from npmoe.ops.latent import LatentWeights, latent_attention, latent_qkv
 from npmoe.ops.lm_head import lm_head
 from npmoe.ops.norm import rms_norm
 from npmoe.ops.output import add_output
@@ -25,42 +33,16 @@ class DecoderLayer:
     def __init__(self, spec: LayerSpec, eps: float, weights: dict[str, Any]) -> None:
         """weights: this layer's parameters by the last part of their names."""
         self.spec, self.eps, self.weights = spec, eps, weights
-        self.qkv_weights = QKVWeights(
-            weights["input_layernorm"],
-            weights["qkv_proj"],
-            weights.get("qkv_bias"),
-            weights.get("q_norm"),
-            weights.get("k_norm"),
-        )
 
     def forward(
         self, x: Array, batch: Batch, cos: Array, sin: Array, k_pages: KVPages, v_pages: KVPages
     ) -> None:
         """x float32 `[T, H]`, changed in place; writes this layer's K and V."""
-        attention, w = self.spec.attention, self.weights
-        q = qkv(
-            x,
-            self.qkv_weights,
-            self.eps,
-            attention.head_dim,
-            cos,
-            sin,
-            k_pages,
-            v_pages,
-            batch.slot_mapping,
-            attention.clip,
+        w = self.weights
+        attend = (
+            self._attend_latent if isinstance(self.spec.attention, LatentSpec) else self._attend
         )
-        attended = paged_attention(
-            q,
-            k_pages,
-            v_pages,
-            batch.block_table,
-            batch.cu_seqlens_q,
-            batch.seq_lens,
-            attention.scale,
-            attention.window,
-            w.get("sinks"),
-        )
+        attended = attend(x, batch, cos, sin, k_pages, v_pages)
         add_output(x, attended, w["o_proj"], w.get("o_bias"))
         norm, mlp = w["post_attention_layernorm"], self.spec.mlp
         biases = w.get("gate_up_bias"), w.get("down_bias")
@@ -81,6 +63,83 @@ class DecoderLayer:
                 add_mlp(x, normed, *shared, gate=w.get("shared_gate"))
         else:
             add_mlp(x, rms_norm(x, norm, self.eps), w["gate_up_proj"], w["down_proj"], *biases)
+
+    def _attend(
+        self, x: Array, batch: Batch, cos: Array, sin: Array, k_pages: KVPages, v_pages: KVPages
+    ) -> Array:
+        """What attention makes of x, before the output projection: `[T, heads, D]`."""
+        attention, w = self.spec.attention, self.weights
+        assert isinstance(attention, AttentionSpec)
+        weights = QKVWeights(
+            w["input_layernorm"],
+            w["qkv_proj"],
+            w.get("qkv_bias"),
+            w.get("q_norm"),
+            w.get("k_norm"),
+        )
+        q = qkv(
+            x,
+            weights,
+            self.eps,
+            attention.head_dim,
+            cos,
+            sin,
+            k_pages,
+            v_pages,
+            batch.slot_mapping,
+            attention.clip,
+        )
+        return paged_attention(
+            q,
+            k_pages,
+            v_pages,
+            batch.block_table,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            attention.scale,
+            attention.window,
+            w.get("sinks"),
+        )
+
+    def _attend_latent(
+        self, x: Array, batch: Batch, cos: Array, sin: Array, k_pages: KVPages, v_pages: KVPages
+    ) -> Array:
+        """The same by multi-head latent attention: `[T, heads, V]`."""
+        attention, w = self.spec.attention, self.weights
+        assert isinstance(attention, LatentSpec)
+        weights = LatentWeights(
+            w["input_layernorm"],
+            w.get("q_a_proj"),
+            w.get("q_a_bias"),
+            w.get("q_a_norm"),
+            w["q_proj"],
+            w["kv_a_proj"],
+            w.get("kv_a_bias"),
+            w["kv_a_norm"],
+        )
+        q = latent_qkv(
+            x,
+            weights,
+            self.eps,
+            attention.num_heads,
+            attention.interleaved,
+            cos,
+            sin,
+            k_pages,
+            v_pages,
+            batch.slot_mapping,
+        )
+        return latent_attention(
+            q,
+            w["kv_b_proj"],
+            attention.value_dim,
+            k_pages,
+            v_pages,
+            batch.block_table,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            attention.scale,
+        )
 
     def _route(self, x: Array, router: RouterSpec) -> tuple[Array, Array, Array]:
         """Normed x `[T, H]`, topk_weights and topk_ids `[T, K]`."""
@@ -105,7 +164,7 @@ class CausalLM:
         """weights: parameter name -> float32 vector or prepared QuantTensor."""
         self.spec, self.weights = spec, weights
         self.frequencies, self.rope_factor = rope_frequencies(
-            spec.rope, spec.head_dim, spec.max_positions
+            spec.rope, spec.rope_dim, spec.max_positions
         )
         self.layers = []
         for i, layer in enumerate(spec.layers):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from npmoe.models.specs import ExpertSpec, ModelSpec, SharedSpec
+from npmoe.models.specs import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec, SharedSpec
 
 VECTOR, TABLE, ROUTER = "vector", "table", "router"
 
@@ -81,13 +81,70 @@ def _single(name: str, part: str, shape: tuple[int, ...], source: str) -> Parame
 def _layer_parameters(spec: ModelSpec, i: int, names: TensorNames) -> list[Parameter]:
     attention, mlp, hidden = spec.layers[i].attention, spec.layers[i].mlp, spec.hidden_size
     ours, theirs = f"layers.{i}.", f"model.layers.{i}."
+    found = [
+        _single(f"{ours}input_layernorm", VECTOR, (hidden,), f"{theirs}input_layernorm.weight")
+    ]
+    if isinstance(attention, LatentSpec):
+        found += _latent_parameters(attention, hidden, ours, f"{theirs}self_attn.")
+    else:
+        found += _attention_parameters(attention, hidden, ours, theirs)
+    after = "post_attention_layernorm"
+    found.append(_single(f"{ours}{after}", VECTOR, (hidden,), f"{theirs}{after}.weight"))
+    if isinstance(mlp, ExpertSpec):
+        return found + _expert_parameters(mlp, hidden, ours, f"{theirs}{names.moe}.", theirs, names)
+    width, block = mlp.intermediate_size, f"{theirs}mlp."
+    for suffix, part in (("weight", "mlp"), ("bias", VECTOR)) if mlp.bias else (("weight", "mlp"),):
+        ending = "_proj" if suffix == "weight" else "_bias"
+        columns = ((hidden,), (width,)) if suffix == "weight" else ((), ())
+        both = (f"{block}gate_proj.{suffix}", f"{block}up_proj.{suffix}")
+        shape = (2 * width, *columns[0])
+        found += [
+            Parameter(f"{ours}gate_up{ending}", part, shape, (both,), (width, width)),
+            _single(
+                f"{ours}down{ending}", part, (hidden, *columns[1]), f"{block}down_proj.{suffix}"
+            ),
+        ]
+    return found
+
+
+def _latent_parameters(
+    attention: LatentSpec, hidden: int, ours: str, block: str
+) -> list[Parameter]:
+    heads, rank, q_rank = attention.num_heads, attention.kv_rank, attention.q_rank
+    query = heads * (attention.nope_dim + attention.rope_dim)
+    up = heads * (attention.nope_dim + attention.value_dim)
+    matrices = [
+        ("kv_a_proj", (rank + attention.rope_dim, hidden), "kv_a_proj_with_mqa"),
+        ("kv_b_proj", (up, rank), "kv_b_proj"),
+        ("o_proj", (hidden, heads * attention.value_dim), "o_proj"),
+    ]
+    vectors = [("kv_a_norm", rank, "kv_a_layernorm.weight")]
+    if q_rank is None:
+        matrices.append(("q_proj", (query, hidden), "q_proj"))
+    else:
+        matrices.append(("q_a_proj", (q_rank, hidden), "q_a_proj"))
+        matrices.append(("q_proj", (query, q_rank), "q_b_proj"))
+        vectors.append(("q_a_norm", q_rank, "q_a_layernorm.weight"))
+    if attention.bias:
+        vectors.append(("kv_a_bias", rank + attention.rope_dim, "kv_a_proj_with_mqa.bias"))
+        vectors.append(("o_bias", hidden, "o_proj.bias"))
+        if q_rank is not None:
+            vectors.append(("q_a_bias", q_rank, "q_a_proj.bias"))
+    return [
+        *(_single(f"{ours}{n}", "attention", s, f"{block}{t}.weight") for n, s, t in matrices),
+        *(_single(f"{ours}{n}", VECTOR, (size,), f"{block}{t}") for n, size, t in vectors),
+    ]
+
+
+def _attention_parameters(
+    attention: AttentionSpec, hidden: int, ours: str, theirs: str
+) -> list[Parameter]:
     q = attention.num_heads * attention.head_dim
     kv = attention.num_kv_heads * attention.head_dim
     qkv = tuple(f"{theirs}self_attn.{p}_proj" for p in "qkv")
     weights = tuple(f"{p}.weight" for p in qkv)
     o_proj = f"{theirs}self_attn.o_proj"
     found = [
-        _single(f"{ours}input_layernorm", VECTOR, (hidden,), f"{theirs}input_layernorm.weight"),
         Parameter(f"{ours}qkv_proj", "attention", (q + 2 * kv, hidden), (weights,), (q, kv, kv)),
         _single(f"{ours}o_proj", "attention", (hidden, q), f"{o_proj}.weight"),
     ]
@@ -106,22 +163,6 @@ def _layer_parameters(spec: ModelSpec, i: int, names: TensorNames) -> list[Param
     if attention.sinks:
         sinks = f"{theirs}self_attn.sinks"
         found.append(_single(f"{ours}sinks", VECTOR, (attention.num_heads,), sinks))
-    after = "post_attention_layernorm"
-    found.append(_single(f"{ours}{after}", VECTOR, (hidden,), f"{theirs}{after}.weight"))
-    if isinstance(mlp, ExpertSpec):
-        return found + _expert_parameters(mlp, hidden, ours, f"{theirs}{names.moe}.", theirs, names)
-    width, block = mlp.intermediate_size, f"{theirs}mlp."
-    for suffix, part in (("weight", "mlp"), ("bias", VECTOR)) if mlp.bias else (("weight", "mlp"),):
-        ending = "_proj" if suffix == "weight" else "_bias"
-        columns = ((hidden,), (width,)) if suffix == "weight" else ((), ())
-        both = (f"{block}gate_proj.{suffix}", f"{block}up_proj.{suffix}")
-        shape = (2 * width, *columns[0])
-        found += [
-            Parameter(f"{ours}gate_up{ending}", part, shape, (both,), (width, width)),
-            _single(
-                f"{ours}down{ending}", part, (hidden, *columns[1]), f"{block}down_proj.{suffix}"
-            ),
-        ]
     return found
 
 

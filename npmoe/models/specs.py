@@ -3,7 +3,7 @@ decode.py obey or refuse."""
 
 from dataclasses import dataclass
 
-from npmoe.config import RopeConfig
+from npmoe.config import HeadDims, RopeConfig
 from npmoe.ops.experts import PLAIN, SwiGLU
 from npmoe.ops.route import BEST_OF_ALL, TopKRule
 
@@ -27,6 +27,38 @@ class AttentionSpec:
     window: int | None = None
     clip: float | None = None
     sinks: bool = False
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention, as `npmoe.ops.latent` defines it.
+
+    A head's query and key have nope_dim elements that do not turn, then rope_dim that do; its value
+    has value_dim. kv_rank: elements of the latent. q_rank: of the compressed query; None where
+    queries are made of the hidden state. scale multiplies the scores, yarn's factor included.
+    interleaved: neighbours form the pairs that turn, else halves. bias: of the projections to
+    compressed query, latent and rope key, and of the output projection.
+    """
+
+    num_heads: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    kv_rank: int
+    q_rank: int | None
+    scale: float
+    interleaved: bool
+    bias: bool = False
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of the cache."""
+        return 1
+
+    @property
+    def head_dim(self) -> tuple[int, int]:
+        """Elements of a token in the cache: of its rope key (K) and its latent (V)."""
+        return self.rope_dim, self.kv_rank
 
 
 @dataclass(frozen=True)
@@ -80,7 +112,7 @@ class ExpertSpec:
 class LayerSpec:
     """One decoder layer: attention, then a dense MLP or routed experts."""
 
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentSpec
     mlp: MLPSpec | ExpertSpec
 
 
@@ -102,9 +134,15 @@ class ModelSpec:
         return self.layers[0].attention.num_kv_heads
 
     @property
-    def head_dim(self) -> int:
+    def head_dim(self) -> HeadDims:
         """Head size of the cache, the same in every layer."""
         return self.layers[0].attention.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head to which the rotary embedding applies, or a part of them."""
+        attention = self.layers[0].attention
+        return attention.rope_dim if isinstance(attention, LatentSpec) else attention.head_dim
 
     @property
     def longrope_switch(self) -> int | None:

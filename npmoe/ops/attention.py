@@ -48,7 +48,7 @@ def paged_attention_ref(
         for first in range(start, stop, QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, stop)
             positions = np.arange(first, last) - stop + int(length)
-            out[first:last] = _attend(q[first:last], k, v, positions, scale, window, sinks)
+            out[first:last] = attend(q[first:last], k, v, positions, scale, window, sinks)
     return out
 
 
@@ -56,16 +56,18 @@ def _no_sinks(q: Array) -> Array:
     return np.full(q.shape[1], -np.inf, np.float32)
 
 
-def _attend(
+def attend(
     q: Array,
     k: Array,
     v: Array,
     positions: Array,
     scale: float,
-    window: int | None,
-    sinks: Array,
+    window: int | None = None,
+    sinks: Array | None = None,
 ) -> Array:
-    """q `[T, heads, D]` at positions `[T]` against k, v `[L, kv_heads, D]` -> `[T, heads, D]`."""
+    """One sequence, from arrays: q `[T, heads, D]` at positions `[T]` against k `[L, kv_heads, D]`
+    and v `[L, kv_heads, V]` -> `[T, heads, V]`, all float32."""
+    sinks = _no_sinks(q) if sinks is None else sinks
     num_tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.reshape(num_tokens, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)
@@ -80,7 +82,7 @@ def _attend(
     weights = np.exp(scores - top)
     weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sink - top)
     mixed = weights @ v.transpose(1, 0, 2)[:, None]
-    return mixed.transpose(2, 0, 1, 3).reshape(q.shape)
+    return mixed.transpose(2, 0, 1, 3).reshape(num_tokens, heads, -1)
 
 
 def paged_attention(
