@@ -168,6 +168,27 @@ def _decode_row(codes, scales, zeros, table, kind, fp16, p, h, i, row):  # type:
                     row[d + 1] = (table[pair >> 4] - zero) * scale
 
 
+def read_rows(pages: KVPages, block_table: Array, length: int) -> Array:
+    """What `read_kv_pages` gives, compiled."""
+    heads, columns = pages.codes.shape[1], pages.codes.shape[3]
+    width = 2 * columns if _KINDS[pages.format] == 3 else columns
+    out = np.empty((length, heads, width), np.float32)
+    run = partial(_read_rows, *_decoder(pages), FP16_VALUES, block_table, out)
+    parallel_ranges(length, out.size, run)
+    return out
+
+
+@jit
+def _read_rows(codes, scales, zeros, table, kind, fp16, pages, out, first, last):  # type: ignore[no-untyped-def]
+    """Tokens first to last of out [L, heads, D]."""
+    page_size = codes.shape[2]
+    for j in range(first, last):
+        for h in range(out.shape[1]):
+            page = pages[j // page_size]
+            row = out[j, h]
+            _decode_row(codes, scales, zeros, table, kind, fp16, page, h, j % page_size, row)
+
+
 @jit
 def _attention_cpu(  # type: ignore[no-untyped-def]
     q,

@@ -17,10 +17,10 @@ import numpy as np
 
 from npmoe.dtypes import Array
 from npmoe.formats.quant_tensor import QuantTensor
-from npmoe.ops.attention import QUERY_BLOCK, attend
+from npmoe.ops.attention import QUERY_BLOCK, attend, read_rows
 from npmoe.ops.linear import FEW_TOKENS, decoded, linear
 from npmoe.ops.norm import rms_norm
-from npmoe.ops.quantize import KVPages, read_kv_pages, write_kv_pages
+from npmoe.ops.quantize import KVPages, write_kv_pages
 from npmoe.ops.rope import rotate, split_pairs
 
 LATENT_EPS = 1e-6
@@ -144,9 +144,7 @@ def _sequences(
     """Of each sequence: its rows, their positions, cached rope keys `[L, R]`, latents `[L, C]`."""
     for s, length in enumerate(map(int, seq_lens)):
         start, stop = int(cu_seqlens_q[s]), int(cu_seqlens_q[s + 1])
-        cached = [
-            read_kv_pages(pages, block_table[s], length)[:, 0] for pages in (k_pages, v_pages)
-        ]
+        cached = [read_rows(pages, block_table[s], length)[:, 0] for pages in (k_pages, v_pages)]
         yield slice(start, stop), np.arange(start, stop) - stop + length, cached[0], cached[1]
 
 
