@@ -30,7 +30,11 @@ NEUTRAL_KEYS = frozenset(
 `pretraining_tp` splits one matrix product into several with the same result."""
 
 
-MOST = {"num_hidden_layers": 1000, "num_experts": 10_000, "num_local_experts": 10_000}
+MOST = {
+    "num_hidden_layers": 1000,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 10_000),
+    "moe_num_experts": 10_000,
+}
 """Names of the tensors of each layer and expert are made before it shows that they are absent."""
 MOST_OF_OTHERS = 2**31 - 1
 
@@ -150,7 +154,9 @@ ROPE_REQUIRED: dict[str, tuple[str, ...]] = {
 }
 
 
-def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> RopeConfig:
+def read_rope(
+    reader: ConfigReader, default_theta: float = 10000.0, default_partial: float = 1.0
+) -> RopeConfig:
     """Reads both spellings: `rope_theta` + `rope_scaling`, and `rope_parameters`.
 
     Raises UnsupportedModel for other rope types (`dynamic` too: its frequencies change with the
@@ -174,10 +180,10 @@ def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> RopeConfi
     values: dict[str, Any] = {"rope_type": rope_type}
     for key, fallback in (
         ("rope_theta", theta or default_theta),
-        ("partial_rotary_factor", partial),
+        ("partial_rotary_factor", partial or default_partial),
     ):
         value = scaling.pop(key, None)
-        values[key] = fallback or 1.0 if value is None else value
+        values[key] = fallback if value is None else value
     values["original_max_position_embeddings"] = top_level_original or scaling.get(
         "original_max_position_embeddings"
     )
@@ -230,6 +236,7 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     clip_qkv: float | None = None
+    use_qk_norm: bool = False
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -250,7 +257,13 @@ class ModelConfig:
     rope_interleave: bool = False
     swiglu_alpha: float = 1.0
     swiglu_limit: float | None = None
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     quant_method: str | None = None
+    router_jitter_noise: float = 0.0
+    lm_head_bias: bool = False
     layer_is_moe: tuple[bool, ...] = ()
     layer_windows: tuple[int | None, ...] = ()
     bos_token_id: int | None = None
@@ -335,7 +348,13 @@ def _check_config(config: ModelConfig, where: str) -> None:
         )
     if config.head_dim < 2 or config.head_dim % 2:
         raise UnsupportedModel(f"{where}: head_dim = {config.head_dim}, expected an even number")
-    pairs = int(config.head_dim * config.rope.partial_rotary_factor) // 2
+    rotary_dim = int(config.head_dim * config.rope.partial_rotary_factor)
+    if not 2 <= rotary_dim <= config.head_dim or rotary_dim % 2:
+        raise UnsupportedModel(
+            f"{where}: partial_rotary_factor = {config.rope.partial_rotary_factor} turns "
+            f"{rotary_dim} elements of a head of {config.head_dim}, expected an even number"
+        )
+    pairs = rotary_dim // 2
     for name in ("short_factor", "long_factor"):
         factors = getattr(config.rope, name)
         if config.rope.rope_type == "longrope" and len(factors) != pairs:

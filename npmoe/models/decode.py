@@ -329,10 +329,18 @@ def check_decode_spec(spec: ModelSpec) -> None:
         raise _no_kernel("longrope")
     if spec.rope.partial_rotary_factor != 1:
         raise _no_kernel("rotary on a part of each head")
+    if (spec.embedding_scale, spec.logits_scale) != (1, 1):
+        raise _no_kernel("scaled embeddings or logits")
+    if spec.layer_norm or spec.head_bias:
+        raise _no_kernel("a layer norm or a bias before the logits")
     for layer in spec.layers:
         a, mlp = layer.attention, layer.mlp
         if isinstance(a, LatentSpec):
             raise _no_kernel("multi-head latent attention")
+        if layer.residual_scale != 1:
+            raise _no_kernel("a scaled residual")
+        if layer.norm != "before":
+            raise _no_kernel(f"norm = {layer.norm!r}")
         if not isinstance(mlp, ExpertSpec):
             raise _no_kernel("a dense MLP")
         top_k = mlp.router.top_k
@@ -341,7 +349,9 @@ def check_decode_spec(spec: ModelSpec) -> None:
             ("a sliding window", a.window is not None),
             ("attention sinks", a.sinks),
             ("clipped q, k and v", a.clip is not None),
+            ("interleaved rotary", a.interleaved),
             ("a q/k norm over the projection", a.qk_norm == "projection"),
+            ("a q/k norm after rotary", a.qk_norm == "rotated"),
             (f"head_dim {a.head_dim}", a.head_dim not in (64, 128)),
             ("more than 8 query heads a KV head", a.num_heads > 8 * a.num_kv_heads),
             (f"hidden_size {spec.hidden_size}", spec.hidden_size % COLUMNS > 0),

@@ -90,4 +90,5 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 def parameters(config: ModelConfig, spec: ModelSpec) -> list[Parameter]:
     """Checkpoint names."""
     layout = "mxfp4" if config.quant_method == "mxfp4" else "columns"
-    return decoder_parameters(spec, TensorNames(expert=None, router="router", fused_layout=layout))
+    names = TensorNames(expert=None, router="router", fused_layout=layout, interleaved=True)
+    return decoder_parameters(spec, names)

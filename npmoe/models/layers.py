@@ -19,7 +19,7 @@ from npmoe.ops.embed import embed
 from npmoe.ops.experts import add_experts, add_mlp
 from npmoe.ops.latent import LatentWeights, latent_attention, latent_qkv
 from npmoe.ops.lm_head import lm_head
-from npmoe.ops.norm import rms_norm
+from npmoe.ops.norm import layer_norm, rms_norm
 from npmoe.ops.output import add_output
 from npmoe.ops.qkv import QKVWeights, qkv
 from npmoe.ops.quantize import KVPages
@@ -38,18 +38,26 @@ class DecoderLayer:
         self, x: Array, batch: Batch, cos: Array, sin: Array, k_pages: KVPages, v_pages: KVPages
     ) -> None:
         """x float32 `[T, H]`, changed in place; writes this layer's K and V."""
-        w = self.weights
-        attend = (
-            self._attend_latent if isinstance(self.spec.attention, LatentSpec) else self._attend
-        )
+        self._add_attention(x, batch, cos, sin, k_pages, v_pages)
+        self._add_mlp(x)
+
+    def _add_attention(
+        self, x: Array, batch: Batch, cos: Array, sin: Array, k_pages: KVPages, v_pages: KVPages
+    ) -> None:
+        w, added = self.weights, self._added(x)
+        is_latent = isinstance(self.spec.attention, LatentSpec)
+        attend = self._attend_latent if is_latent else self._attend
         attended = attend(x, batch, cos, sin, k_pages, v_pages)
-        add_output(x, attended, w["o_proj"], w.get("o_bias"))
-        norm, mlp = w["post_attention_layernorm"], self.spec.mlp
+        add_output(added, attended, w["o_proj"], w.get("o_bias"))
+        self._join(x, added, "post_attention_layernorm")
+
+    def _add_mlp(self, x: Array) -> None:
+        w, mlp, added = self.weights, self.spec.mlp, self._added(x)
         biases = w.get("gate_up_bias"), w.get("down_bias")
         if isinstance(mlp, ExpertSpec):
             normed, topk_weights, topk_ids = self._route(x, mlp.router)
             add_experts(
-                x,
+                added,
                 normed,
                 w["gate_up_proj"],
                 w["down_proj"],
@@ -60,9 +68,33 @@ class DecoderLayer:
             )
             if mlp.shared is not None:
                 shared = w["shared_gate_up_proj"], w["shared_down_proj"]
-                add_mlp(x, normed, *shared, gate=w.get("shared_gate"))
+                add_mlp(added, normed, *shared, gate=w.get("shared_gate"))
         else:
-            add_mlp(x, rms_norm(x, norm, self.eps), w["gate_up_proj"], w["down_proj"], *biases)
+            name = "post_attention_layernorm"
+            is_rms = self.spec.norm == "before"
+            normed = rms_norm(x, w[name], self.eps) if is_rms else self._normed(x, name)
+            add_mlp(added, normed, w["gate_up_proj"], w["down_proj"], *biases)
+        self._join(x, added, "post_feedforward_layernorm")
+
+    def _normed(self, x: Array, name: str) -> Array:
+        """What a block reads, but for an RMS norm before it, which is part of its first op."""
+        w = self.weights
+        if self.spec.norm == "layer":
+            return layer_norm(x, w[name], w[f"{name}_bias"], self.eps)
+        return x
+
+    def _added(self, x: Array) -> Array:
+        """What a block adds its output to: the residual stream itself, or zeros."""
+        is_plain = self.spec.residual_scale == 1 and self.spec.norm != "after"
+        return x if is_plain else np.zeros_like(x)
+
+    def _join(self, x: Array, added: Array, norm: str) -> None:
+        """x += the normed and scaled output of a block that did not add to x itself."""
+        if added is x:
+            return
+        if self.spec.norm == "after":
+            added = rms_norm(added, self.weights[norm], self.eps)
+        x += np.float32(self.spec.residual_scale) * added
 
     def _attend(
         self, x: Array, batch: Batch, cos: Array, sin: Array, k_pages: KVPages, v_pages: KVPages
@@ -71,14 +103,14 @@ class DecoderLayer:
         attention, w = self.spec.attention, self.weights
         assert isinstance(attention, AttentionSpec)
         weights = QKVWeights(
-            w["input_layernorm"],
+            w["input_layernorm"] if self.spec.norm == "before" else None,
             w["qkv_proj"],
             w.get("qkv_bias"),
             w.get("q_norm"),
             w.get("k_norm"),
         )
         q = qkv(
-            x,
+            self._normed(x, "input_layernorm"),
             weights,
             self.eps,
             attention.head_dim,
@@ -88,6 +120,8 @@ class DecoderLayer:
             v_pages,
             batch.slot_mapping,
             attention.clip,
+            attention.interleaved,
+            attention.qk_norm == "rotated",
         )
         return paged_attention(
             q,
@@ -143,10 +177,10 @@ class DecoderLayer:
 
     def _route(self, x: Array, router: RouterSpec) -> tuple[Array, Array, Array]:
         """Normed x `[T, H]`, topk_weights and topk_ids `[T, K]`."""
-        w = self.weights
+        w, norm = self.weights, "post_attention_layernorm"
         return route(
-            x,
-            w["post_attention_layernorm"],
+            self._normed(x, norm),
+            w[norm] if self.spec.norm == "before" else None,
             self.eps,
             w["router"],
             router.top_k,
@@ -180,10 +214,17 @@ class CausalLM:
     def forward(self, batch: Batch, cache: list[tuple[KVPages, KVPages]]) -> Array:
         """Logits float32 `[R, vocab]` of batch.logits_rows; writes K and V of every token."""
         x = embed(self.weights["embed_tokens"], batch.input_ids)
+        x *= np.float32(self.spec.embedding_scale)
         cos, sin = rope_cos_sin(
             batch.positions, self.frequencies, self.rope_factor, batch.rope_variant
         )
         for layer, (k_pages, v_pages) in zip(self.layers, cache, strict=True):
             layer.forward(x, batch, cos, sin, k_pages, v_pages)
         rows = np.ascontiguousarray(x[batch.logits_rows])
-        return lm_head(rows, self.weights["norm"], self.spec.eps, self.weights["lm_head"])
+        w, eps = self.weights, self.spec.eps
+        norm = w["norm"]
+        if self.spec.layer_norm:
+            rows, norm = layer_norm(rows, norm, w["norm_bias"], eps), None
+        logits = lm_head(rows, norm, eps, w["lm_head"], w.get("lm_head_bias"))
+        logits *= np.float32(self.spec.logits_scale)
+        return logits

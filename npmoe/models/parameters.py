@@ -41,16 +41,23 @@ class Parameter:
 class TensorNames:
     """How a family spells the tensors that differ between families.
 
-    `moe` is the block's prefix, `router` the router's name in it, `expert` the names of an expert's
-    gate, up and down matrices; None where all experts are in fused tensors, of `fused_layout`, in
-    which gate and up rows alternate. `selection_bias`, `shared` (experts) and `shared_gate` are
-    names in the block, too; a selection bias stored as `[1, E]` is a `selection_bias_row`.
+    `moe` is the block's prefix in the layer; in the block, `router` is the router, `expert` the
+    gate, up and down matrices of an expert, `selection_bias` that tensor (`[1, E]` where it is a
+    `selection_bias_row`), `shared` the shared expert and `shared_gate` its gate.
+
+    `fused` are tensors, in the layer, that hold all experts' gate_up and down, in `fused_layout`
+    and with gate and up rows alternating where `interleaved`; `expert` is None where there are no
+    others. `shared_fused` are the same for the shared expert. `qk_norms` are in the attention.
     """
 
     moe: str = "mlp"
     expert: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"
+    fused: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     fused_layout: str = "rows"
+    interleaved: bool = False
+    shared_fused: tuple[str, str] | None = None
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
     selection_bias: str = "gate.e_score_correction_bias"
     selection_bias_row: bool = False
     shared: str = "shared_experts"
@@ -69,8 +76,30 @@ def decoder_parameters(spec: ModelSpec, names: TensorNames) -> list[Parameter]:
     for i in range(len(spec.layers)):
         found += _layer_parameters(spec, i, names)
     found.append(_single("norm", VECTOR, (hidden,), "model.norm.weight"))
+    if spec.layer_norm:
+        found.append(_single("norm_bias", VECTOR, (hidden,), "model.norm.bias"))
     head = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
     found.append(_single("lm_head", "lm_head", (spec.vocab_size, hidden), head))
+    if spec.head_bias:
+        found.append(_single("lm_head_bias", VECTOR, (spec.vocab_size,), "lm_head.bias"))
+    return found
+
+
+NORMS = {
+    "before": ("input_layernorm", "post_attention_layernorm"),
+    "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "layer": ("input_layernorm", "post_attention_layernorm"),
+}
+"""LayerSpec.norm -> the norms of attention and MLP."""
+
+
+def _norm_parameters(norm: str, hidden: int, ours: str, theirs: str) -> list[Parameter]:
+    found = []
+    for name in NORMS[norm]:
+        found.append(_single(f"{ours}{name}", VECTOR, (hidden,), f"{theirs}{name}.weight"))
+        if norm == "layer":
+            bias = f"{theirs}{name}.bias"
+            found.append(_single(f"{ours}{name}_bias", VECTOR, (hidden,), bias))
     return found
 
 
@@ -81,15 +110,11 @@ def _single(name: str, part: str, shape: tuple[int, ...], source: str) -> Parame
 def _layer_parameters(spec: ModelSpec, i: int, names: TensorNames) -> list[Parameter]:
     attention, mlp, hidden = spec.layers[i].attention, spec.layers[i].mlp, spec.hidden_size
     ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-    found = [
-        _single(f"{ours}input_layernorm", VECTOR, (hidden,), f"{theirs}input_layernorm.weight")
-    ]
+    found = _norm_parameters(spec.layers[i].norm, hidden, ours, theirs)
     if isinstance(attention, LatentSpec):
         found += _latent_parameters(attention, hidden, ours, f"{theirs}self_attn.")
     else:
-        found += _attention_parameters(attention, hidden, ours, theirs)
-    after = "post_attention_layernorm"
-    found.append(_single(f"{ours}{after}", VECTOR, (hidden,), f"{theirs}{after}.weight"))
+        found += _attention_parameters(attention, hidden, ours, theirs, names)
     if isinstance(mlp, ExpertSpec):
         return found + _expert_parameters(mlp, hidden, ours, f"{theirs}{names.moe}.", theirs, names)
     width, block = mlp.intermediate_size, f"{theirs}mlp."
@@ -137,7 +162,7 @@ def _latent_parameters(
 
 
 def _attention_parameters(
-    attention: AttentionSpec, hidden: int, ours: str, theirs: str
+    attention: AttentionSpec, hidden: int, ours: str, theirs: str, names: TensorNames
 ) -> list[Parameter]:
     q = attention.num_heads * attention.head_dim
     kv = attention.num_kv_heads * attention.head_dim
@@ -154,12 +179,11 @@ def _attention_parameters(
     if attention.output_bias:
         found.append(_single(f"{ours}o_bias", VECTOR, (hidden,), f"{o_proj}.bias"))
     if attention.qk_norm != "none":
-        per_head = attention.qk_norm == "head"
-        for which, width in (("q_norm", q), ("k_norm", kv)):
+        per_head = attention.qk_norm != "projection"
+        for which, width, name in (("q", q, names.qk_norms[0]), ("k", kv, names.qk_norms[1])):
             shape = (attention.head_dim if per_head else width,)
-            found.append(
-                _single(f"{ours}{which}", VECTOR, shape, f"{theirs}self_attn.{which}.weight")
-            )
+            source = f"{theirs}self_attn.{name}.weight"
+            found.append(_single(f"{ours}{which}_norm", VECTOR, shape, source))
     if attention.sinks:
         sinks = f"{theirs}self_attn.sinks"
         found.append(_single(f"{ours}sinks", VECTOR, (attention.num_heads,), sinks))
@@ -176,7 +200,7 @@ def _expert_parameters(
         experts = [f"{block}experts.{e}." for e in range(count)]
         gate_up = tuple(tuple(f"{e}{n}.weight" for n in names.expert[:2]) for e in experts)
         down = tuple((f"{e}{names.expert[2]}.weight",) for e in experts)
-    fused, router = f"{theirs}mlp.experts.", f"{block}{names.router}"
+    router = f"{block}{names.router}"
     found = [_single(f"{ours}router", ROUTER, (count, hidden), f"{router}.weight")]
     if mlp.router.bias:
         found.append(_single(f"{ours}router_bias", VECTOR, (count,), f"{router}.bias"))
@@ -190,13 +214,13 @@ def _expert_parameters(
             )
         )
     if mlp.shared is not None:
-        found += _shared_parameters(mlp.shared, hidden, ours, block, names)
-    for name, rows, columns, sources in (
-        ("gate_up", (width, width), hidden, gate_up),
-        ("down", (hidden,), width, down),
+        found += _shared_parameters(mlp.shared, hidden, ours, theirs, names)
+    for name, rows, columns, sources, fused in (
+        ("gate_up", (width, width), hidden, gate_up, names.fused[0]),
+        ("down", (hidden,), width, down, names.fused[1]),
     ):
         shape = (count, sum(rows), columns)
-        interleaved = name == "gate_up" and names.expert is None
+        interleaved = name == "gate_up" and names.interleaved
         found.append(
             Parameter(
                 f"{ours}{name}_proj",
@@ -204,13 +228,13 @@ def _expert_parameters(
                 shape,
                 sources,
                 rows,
-                f"{fused}{name}_proj",
+                f"{theirs}{fused}",
                 names.fused_layout,
                 interleaved,
             )
         )
         if mlp.bias:
-            bias = f"{fused}{name}_proj_bias"
+            bias = f"{theirs}{fused}_bias"
             found.append(
                 Parameter(
                     f"{ours}{name}_bias",
@@ -226,14 +250,18 @@ def _expert_parameters(
 
 
 def _shared_parameters(
-    shared: SharedSpec, hidden: int, ours: str, block: str, names: TensorNames
+    shared: SharedSpec, hidden: int, ours: str, theirs: str, names: TensorNames
 ) -> list[Parameter]:
-    width, theirs = shared.intermediate_size, f"{block}{names.shared}."
-    both = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
+    width, block = shared.intermediate_size, f"{theirs}{names.moe}."
     gate_up = f"{ours}shared_gate_up_proj"
-    down = f"{theirs}down_proj.weight"
+    rows: tuple[int, ...] = (width, width)
+    both = tuple(f"{block}{names.shared}.{which}_proj.weight" for which in ("gate", "up"))
+    down = f"{block}{names.shared}.down_proj.weight"
+    if names.shared_fused is not None:
+        both, down = (f"{theirs}{names.shared_fused[0]}",), f"{theirs}{names.shared_fused[1]}"
+        rows = (2 * width,)
     found = [
-        Parameter(gate_up, "mlp", (2 * width, hidden), (both,), (width, width)),
+        Parameter(gate_up, "mlp", (2 * width, hidden), (both,), rows),
         _single(f"{ours}shared_down_proj", "mlp", (hidden, width), down),
     ]
     if shared.gated:

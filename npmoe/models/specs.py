@@ -10,11 +10,13 @@ from npmoe.ops.route import BEST_OF_ALL, TopKRule
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """qk_norm: "none", "head" (one norm per head) or "projection" (one over all heads).
+    """qk_norm: "none", "head" (one norm per head), "rotated" (the same, after rotary) or
+    "projection" (one over all heads).
 
     window: keys a query sees, itself included; None = all. clip bounds q, k and v.
     scale multiplies q . k. qkv_bias: of q, k and v; output_bias: of the output projection.
-    sinks: one more score a query head in the softmax.
+    sinks: one more score a query head in the softmax. interleaved: rotary turns pairs of
+    neighbours, not of halves.
     """
 
     num_heads: int
@@ -27,6 +29,7 @@ class AttentionSpec:
     window: int | None = None
     clip: float | None = None
     sinks: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,15 +113,24 @@ class ExpertSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: attention, then a dense MLP or routed experts."""
+    """One decoder layer: attention, then a dense MLP or routed experts, each added to the residual
+    stream times residual_scale.
+
+    norm: an RMS norm "before" each of the two or "after" it, or a "layer" norm, with bias, before.
+    """
 
     attention: AttentionSpec | LatentSpec
     mlp: MLPSpec | ExpertSpec
+    residual_scale: float = 1.0
+    norm: str = "before"
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A whole decoder-only model."""
+    """A whole decoder-only model. embedding_scale and logits_scale multiply its two ends.
+
+    layer_norm: the last norm is one, with bias. head_bias: of the logits.
+    """
 
     hidden_size: int
     vocab_size: int
@@ -127,6 +139,10 @@ class ModelSpec:
     max_positions: int
     layers: tuple[LayerSpec, ...]
     tied: bool
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    layer_norm: bool = False
+    head_bias: bool = False
 
     @property
     def num_kv_heads(self) -> int:

@@ -67,9 +67,10 @@ def open_model(path: str | os.PathLike, ignored: tuple[str, ...] = ()) -> OpenMo
         del raw["quantization_config"]
         own_formats = _own_formats(checkpoint, quantization)
     where = str(checkpoint.folder / "config.json")
-    if raw.get("tie_word_embeddings") and _has_own_head(checkpoint):
-        raw["tie_word_embeddings"] = False
     config, spec, parameters = read_model(raw, where, ignored)
+    if spec.tied and _has_own_head(checkpoint):
+        raw["tie_word_embeddings"] = False
+        config, spec, parameters = read_model(raw, where, ignored)
     opened = OpenModel(checkpoint, config, spec, parameters, own_formats)
     _check_tensors(opened)
     return opened
@@ -139,10 +140,13 @@ def listing(names: list[str]) -> str:
 
 
 def _may_be_left(opened: OpenModel, name: str) -> bool:
-    """Tensors that are no part of the computation: buffers, a tied head, layers past the last."""
+    """Tensors that are no part of the computation: buffers, a tied head, layers past the last and
+    other multi-token prediction."""
     if name.endswith("rotary_emb.inv_freq") or (opened.spec.tied and name == "lm_head.weight"):
         return True
     parts = name.split(".")
+    if parts[0] == "mtp" or (parts[0] == "model" and parts[1].startswith("mtp_")):
+        return True
     is_layer = parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdigit()
     return is_layer and int(parts[2]) >= opened.config.num_hidden_layers
 

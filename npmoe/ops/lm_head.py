@@ -6,6 +6,11 @@ from npmoe.ops.linear import linear
 from npmoe.ops.norm import rms_norm
 
 
-def lm_head(x: Array, norm: Array, eps: float, weight: QuantTensor) -> Array:
-    """x float32 `[R, H]`, norm `[H]`, weight `[vocab, H]` -> logits float32 `[R, vocab]`."""
-    return linear(rms_norm(x, norm, eps), weight)
+def lm_head(
+    x: Array, norm: Array | None, eps: float, weight: QuantTensor, bias: Array | None = None
+) -> Array:
+    """x float32 `[R, H]`, norm `[H]`, weight `[vocab, H]` -> logits float32 `[R, vocab]`.
+
+    norm is None where x comes normed. bias float32 `[vocab]`.
+    """
+    return linear(x if norm is None else rms_norm(x, norm, eps), weight, bias)

@@ -1,4 +1,5 @@
-"""RMS norm: x / sqrt(mean(x^2) + eps) * weight, in float32 (Zhang and Sennrich, 2019)."""
+"""RMS norm: x / sqrt(mean(x^2) + eps) * weight, in float32 (Zhang and Sennrich, 2019), and layer
+norm, which takes the mean off first and adds a bias (Ba et al., 2016)."""
 
 import numpy as np
 
@@ -18,6 +19,13 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     out = np.empty_like(x)
     _rms_norm_cpu(x.reshape(-1, x.shape[-1]), weight, np.float32(eps), out.reshape(-1, x.shape[-1]))
     return out
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+    """x float32 `[..., H]`, weight and bias float32 `[H]` -> float32 `[..., H]`."""
+    centered = x - x.mean(axis=-1, keepdims=True)
+    variance = (centered * centered).mean(axis=-1, keepdims=True)
+    return centered / np.sqrt(variance + np.float32(eps)) * weight + bias
 
 
 @jit

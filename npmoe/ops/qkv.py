@@ -16,11 +16,12 @@ from npmoe.ops.rope import rotate
 class QKVWeights:
     """Weights of the step. qkv_proj `[(heads + 2 kv_heads) * D, H]`: rows of q, then k, then v.
 
-    input_norm float32 `[H]`. bias float32 `[rows]` or None. q_norm and k_norm float32: `[D]` for a
-    norm per head, `[heads * D]` and `[kv_heads * D]` for one over the projection, or None.
+    input_norm float32 `[H]`, or None where x comes normed. bias float32 `[rows]` or None. q_norm
+    and k_norm float32: `[D]` for a norm per head, `[heads * D]` and `[kv_heads * D]` for one over
+    the projection, or None.
     """
 
-    input_norm: Array
+    input_norm: Array | None
     qkv_proj: QuantTensor
     bias: Array | None
     q_norm: Array | None
@@ -38,28 +39,44 @@ def qkv(
     v_pages: KVPages,
     slot_mapping: Array,
     clip: float | None = None,
+    interleaved: bool = False,
+    norm_after_rotary: bool = False,
 ) -> Array:
     """x float32 `[T, H]` -> q float32 `[T, heads, D]`; writes k and v to their slots.
 
     cos and sin `[T, R]` as for `rope`; slot_mapping int32 `[T]`, -1 = skip; `clip` bounds q, k
-    and v after the norm (olmoe).
+    and v after the norm (olmoe). interleaved: rotary turns neighbours; q and k then come with the
+    first of each pair before all the second ones, which leaves every q . k as it is.
+    norm_after_rotary: of the norms per head.
     """
     num_tokens = x.shape[0]
-    projected = linear(rms_norm(x, w.input_norm, eps), w.qkv_proj, w.bias)
+    normed = x if w.input_norm is None else rms_norm(x, w.input_norm, eps)
+    projected = linear(normed, w.qkv_proj, w.bias)
     kv_rows = k_pages.codes.shape[1] * head_dim
     q, k, v = np.split(projected, [projected.shape[1] - 2 * kv_rows, -kv_rows], axis=1)
-    q, k = _norm(q, w.q_norm, head_dim, eps), _norm(k, w.k_norm, head_dim, eps)
+    if not norm_after_rotary:
+        q, k = _norm(q, w.q_norm, eps), _norm(k, w.k_norm, eps)
     if clip is not None:
         q, k, v = (np.clip(a, -clip, clip) for a in (q, k, v))
     q, k, v = (np.ascontiguousarray(a).reshape(num_tokens, -1, head_dim) for a in (q, k, v))
+    if interleaved:
+        q, k = (_halves(a, 2 * cos.shape[1]) for a in (q, k))
     rotate(q, cos, sin)
     rotate(k, cos, sin)
+    if norm_after_rotary:
+        q, k = _norm(q, w.q_norm, eps), _norm(k, w.k_norm, eps)
     write_kv_pages(k_pages, k, slot_mapping)
     write_kv_pages(v_pages, v, slot_mapping)
     return q
 
 
-def _norm(x: Array, weight: Array | None, head_dim: int, eps: float) -> Array:
+def _halves(x: Array, rotary_dim: int) -> Array:
+    """x `[T, heads, D]` with the even rotary elements of each head before the odd ones."""
+    turned = x[..., :rotary_dim]
+    return np.concatenate([turned[..., ::2], turned[..., 1::2], x[..., rotary_dim:]], axis=-1)
+
+
+def _norm(x: Array, weight: Array | None, eps: float) -> Array:
     """Per head where the weight has head_dim elements, else over the whole projection."""
     if weight is None:
         return x

@@ -11,15 +11,20 @@ from npmoe.ops.norm import rms_norm
 from npmoe.ops.top_k_kernel import LOWEST, MAX_EXPERTS, ONE, TINY, WARP, top_k_kernel
 from npmoe.runtime.check import check_array
 
+SCORINGS = ("softmax", "sigmoid", "sparsemixer")
+
 
 @dataclass(frozen=True)
 class TopKRule:
     """How experts are scored and chosen; the defaults are softmax over all and the best k of all.
 
-    scoring: "softmax" over all experts, or "sigmoid" of each logit. num_groups: experts stand in
-    groups of E / num_groups neighbours, and only those of the topk_groups best groups can be
-    chosen. group_score: a group counts as its best expert ("best") or as the sum of its best two
-    ("sum_of_two"). scaling multiplies the weights.
+    scoring: "softmax" over all experts, "sigmoid" of each logit, or "sparsemixer": one expert after
+    the other, each weighed by softmax over those left whose logits are near the best of them, that
+    is, apart by at most 2 jitter relative to the larger (Liu et al., 2024).
+
+    num_groups: experts stand in groups of E / num_groups neighbours, and only those of the
+    topk_groups best groups can be chosen. group_score: a group counts as its best expert ("best")
+    or as the sum of its best two ("sum_of_two"). scaling multiplies the weights.
     """
 
     scoring: str = "softmax"
@@ -27,11 +32,14 @@ class TopKRule:
     topk_groups: int = 1
     group_score: str = "best"
     scaling: float = 1.0
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises ValueError for a word or a number of groups that is not legal."""
-        if self.scoring not in ("softmax", "sigmoid"):
-            raise ValueError(f"scoring = {self.scoring!r}: legal values are 'softmax', 'sigmoid'")
+        if self.scoring not in SCORINGS:
+            raise ValueError(
+                f"scoring = {self.scoring!r}: legal values are {', '.join(map(repr, SCORINGS))}"
+            )
         if self.group_score not in ("best", "sum_of_two"):
             raise ValueError(
                 f"group_score = {self.group_score!r}: legal values are 'best', 'sum_of_two'"
@@ -115,9 +123,12 @@ def top_k_ref(
     summed, experts are compared by their logits, which order them as exact scores would.
 
     Weights are the scores of the chosen; `renormalize` makes them sum to 1 before scaling: with
-    softmax, that is softmax over the k logits alone. A NaN logit is chosen last.
+    softmax, that is softmax over the k logits alone. A NaN logit is chosen last. With sparsemixer,
+    neither groups nor a selection bias, `renormalize` or scaling have a meaning.
     """
     logits = router_logits if logits_bias is None else router_logits + logits_bias
+    if rule.scoring == "sparsemixer":
+        return _sparsemixer_ref(logits, k, rule.jitter)
     if rule.scoring == "softmax":
         values = np.exp(logits - np.fmax.reduce(logits, axis=-1, keepdims=True))
         total = values.sum(axis=-1, keepdims=True)
@@ -135,6 +146,22 @@ def top_k_ref(
     if renormalize:
         total = topk_weights.sum(axis=-1, keepdims=True) + TINY
     return topk_weights / total * np.float32(rule.scaling), topk_ids
+
+
+def _sparsemixer_ref(logits: Array, k: int, jitter: float) -> tuple[Array, Array]:
+    """logits float32 `[T, E]` -> weights and ids `[T, K]`; the chosen are out of later rounds."""
+    left, rows = logits.copy(), np.arange(len(logits))
+    weights = np.empty((len(logits), k), np.float32)
+    ids = np.empty((len(logits), k), np.int32)
+    for slot in range(k):
+        ids[:, slot] = left.argmax(axis=-1)
+        best = left.max(axis=-1, keepdims=True)
+        size = np.maximum(np.abs(logits), best)
+        far = best - logits > np.float32(2 * jitter) * size
+        values = np.where(far, np.float32(0), np.exp(left - best))
+        weights[:, slot] = ONE / values.sum(axis=-1)
+        left[rows, ids[:, slot]] = LOWEST
+    return weights, ids
 
 
 def _order_ref(keys: Array, rule: TopKRule) -> Array:
@@ -161,6 +188,8 @@ def _top_k_cuda(
     logits_bias: Array | None,
 ) -> None:
     """Checks, and launches one block a token."""
+    if rule.scoring == "sparsemixer":
+        raise ValueError("scoring = 'sparsemixer': has no kernel")
     num_tokens, num_experts = router_logits.shape
     if num_experts > MAX_EXPERTS:
         raise ValueError(f"{num_experts} experts: the router takes at most {MAX_EXPERTS}")
@@ -184,7 +213,7 @@ def _top_k_cuda(
 
 def route(
     x: Array,
-    norm: Array,
+    norm: Array | None,
     eps: float,
     router: QuantTensor,
     k: int,
@@ -195,8 +224,9 @@ def route(
 ) -> tuple[Array, Array, Array]:
     """x float32 `[T, H]`, norm `[H]`, router `[E, H]` -> (normed x, topk_weights, topk_ids).
 
-    bias float32 `[E]` is part of the logits; selection_bias as for `top_k_ref`.
+    norm is None where x comes normed. bias float32 `[E]` is part of the logits; selection_bias as
+    for `top_k_ref`.
     """
-    normed = rms_norm(x, norm, eps)
+    normed = x if norm is None else rms_norm(x, norm, eps)
     logits = linear(normed, router, bias)
     return normed, *top_k(logits, k, renormalize, rule, selection_bias)

@@ -43,6 +43,38 @@ GPT_OSS = BASE | MOE | {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 32,
     "intermediate_size": 32, "attention_bias": True, "swiglu_limit": 1.5, "sliding_window": 20,
     "max_position_embeddings": 512}
+GROUPED = BASE | {
+    "num_hidden_layers": 3, "num_experts_per_tok": 3, "intermediate_size": 96,
+    "moe_intermediate_size": 16, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4,
+    "topk_group": 2, "norm_topk_prob": True, "first_k_dense_replace": 1, "attention_bias": False,
+    "routed_scaling_factor": 1.0}
+ERNIE = without(BASE, "tie_word_embeddings") | {
+    "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe",
+    "intermediate_size": 96, "moe_intermediate_size": 32, "moe_num_experts": 8, "moe_k": 3,
+    "moe_layer_interval": 1, "use_bias": False, "pad_token_id": 0}
+MINIMAX = BASE | MOE | {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "head_dim": 32,
+    "intermediate_size": 32, "num_local_experts": 8, "router_jitter_noise": 0.0}
+QWEN2_MOE = BASE | MOE | {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "intermediate_size": 96,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "num_experts": 8,
+    "decoder_sparse_step": 1, "norm_topk_prob": False}
+GRANITE = BASE | MOE | {
+    "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 3,
+    "attention_bias": False, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6, "logits_scaling": 0.5}
+GRANITE_OTHERS: dict[str, list[Any]] = {
+    "embedding_multiplier": [1.0], "attention_multiplier": [0.25], "residual_multiplier": [1.0],
+    "logits_scaling": [1.0]}
+PHIMOE = BASE | MOE | {
+    "architectures": ["PhimoeForCausalLM"], "model_type": "phimoe", "intermediate_size": 32,
+    "num_local_experts": 8, "router_jitter_noise": 0.2, "input_jitter_noise": 0.01}
+HUNYUAN = BASE | {
+    "architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe",
+    "intermediate_size": 32, "num_experts": 8, "attention_bias": False, "pad_token_id": 0}
+FLEX_OLMO = BASE | MOE | {
+    "architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo", "intermediate_size": 32,
+    "num_experts": 8, "norm_topk_prob": False, "attention_bias": False, "pad_token_id": 0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LATENT = BASE | {
     "num_key_value_heads": 4, "intermediate_size": 96,
@@ -155,7 +187,90 @@ CASES: dict[str, Config] = {
         "mlp_layer_types": ["sparse", "dense", "sparse"], "num_hidden_layers": 3,
         "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1,
         "routed_scaling_factor": 2.5, "norm_topk_prob": False, "attention_bias": True,
-        "rope_interleave": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}}
+        "rope_interleave": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "glm4_moe": GROUPED | {
+        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True,
+        "head_dim": 32, "use_qk_norm": True, "partial_rotary_factor": 0.5, "rope_theta": 20000.0,
+        "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5},
+    "glm4_moe_v5": v5(GROUPED) | {
+        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_group": 1,
+        "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 2, "num_hidden_layers": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                            "partial_rotary_factor": 0.25}},
+    "dots1": GROUPED | {
+        "architectures": ["Dots1ForCausalLM"], "model_type": "dots1", "attention_bias": True,
+        "n_shared_experts": 2, "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc",
+        "moe_layer_freq": 1, "rope_theta": 20000.0, "rope_scaling": None, "sliding_window": 20,
+        "max_window_layers": 2},
+    "dots1_v5": v5(GROUPED) | {
+        "architectures": ["Dots1ForCausalLM"], "model_type": "dots1", "num_hidden_layers": 2,
+        "norm_topk_prob": False, "n_group": 2, "topk_group": 1, "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}},
+    "ernie4_5_moe": ERNIE | {
+        "num_hidden_layers": 4, "moe_layer_start_index": 1, "moe_layer_end_index": 2,
+        "moe_intermediate_size": 16, "intermediate_size": 64,
+        "moe_num_shared_experts": 2, "use_rmsnorm": True, "moe_gate": "topk",
+        "moe_use_aux_free": True, "moe_capacity": [8, 8, 8], "rope_theta": 20000.0,
+        "num_nextn_predict_layers": 1},
+    "ernie4_5_moe_v5": v5(ERNIE) | {
+        "moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 1,
+        "moe_num_shared_experts": 1, "tie_word_embeddings": False, "num_hidden_layers": 2,
+        "head_dim": 32, "moe_norm_min": 1e-12,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "minimax_m2": MINIMAX | {
+        "rotary_dim": 16, "rope_theta": 20000.0, "scoring_func": "sigmoid", "use_mtp": True,
+        "use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True,
+        "attn_type_list": [1, 1], "shared_intermediate_size": 0, "sliding_window": None,
+        "layernorm_full_attention_beta": 1.0, "num_mtp_modules": 3},
+    "minimax_m2_v5": v5(MINIMAX) | {
+        "num_experts_per_tok": 3, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+    "qwen2_moe": QWEN2_MOE | {
+        "num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts_per_tok": 3,
+        "qkv_bias": True, "use_sliding_window": True, "sliding_window": 20,
+        "max_window_layers": 2, "rope_theta": 1000000.0, "rms_norm_eps": 1e-06},
+    "qwen2_moe_v5": v5(QWEN2_MOE) | {
+        "norm_topk_prob": True, "qkv_bias": False, "mlp_only_layers": [],
+        "use_sliding_window": True, "sliding_window": 24, "num_experts_per_tok": 2,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "granitemoe": GRANITE | {
+        "model_type": "granitemoe", "architectures": ["GraniteMoeForCausalLM"],
+        "attention_bias": True, "rope_theta": 20000.0, "rope_scaling": None},
+    "granitemoeshared": GRANITE | {
+        "model_type": "granitemoeshared", "architectures": ["GraniteMoeSharedForCausalLM"],
+        "shared_intermediate_size": 48, "rope_theta": 20000.0, "rope_scaling": None},
+    "granitemoeshared_v5": v5(GRANITE) | {
+        "model_type": "granitemoeshared", "architectures": ["GraniteMoeSharedForCausalLM"],
+        "shared_intermediate_size": 16, "num_key_value_heads": 1, "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "phimoe": PHIMOE | {
+        "attention_bias": True, "lm_head_bias": True, "sliding_window": 20, "head_dim": 16,
+        "max_position_embeddings": 512, "original_max_position_embeddings": 256,
+        "rope_theta": 20000.0, "hidden_dropout": 0.0, "rope_scaling": {
+            "type": "longrope", "short_mscale": 1.25, "long_mscale": 1.25,
+            "original_max_position_embeddings": 256,
+            "short_factor": [round(1.0 + 0.1 * i, 2) for i in range(8)],
+            "long_factor": [round(1.0 + 0.1 * i, 2) for i in range(8)]}},
+    "phimoe_v5": v5(PHIMOE) | {
+        "attention_bias": False, "lm_head_bias": False, "sliding_window": None,
+        "num_key_value_heads": 1, "num_local_experts": 4, "router_jitter_noise": 0.05,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "hunyuan_v1_moe": HUNYUAN | {
+        "attention_bias": True, "moe_topk": [3, 3], "num_shared_expert": [1, 1], "head_dim": 32,
+        "moe_intermediate_size": [32, 32], "use_qk_norm": True, "use_mixed_mlp_moe": True,
+        "use_cla": False, "cla_share_factor": 2, "moe_layer_num_skipped": 0, "rope_theta": 10000.0,
+        "eod_token_id": 3, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
+    "hunyuan_v1_moe_v5": v5(HUNYUAN) | {
+        "moe_topk": 2, "eod_token_id": 3, "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
+    "flex_olmo": FLEX_OLMO | {
+        "attention_bias": True, "num_experts_per_tok": 3, "rope_theta": 20000.0,
+        "rope_scaling": None},
+    "flex_olmo_v5": v5(FLEX_OLMO) | {
+        "norm_topk_prob": True, "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}}
 
 # Keys whose change must move the logits: a list of other values for each. None deletes the key.
 OTHERS: dict[str, dict[str, list[Any]]] = {
@@ -209,7 +324,44 @@ OTHERS: dict[str, dict[str, list[Any]]] = {
     "glm4_moe_lite": {"routed_scaling_factor": [1.0], "norm_topk_prob": [False],
                       "rms_norm_eps": [1e-5], "rope_theta": [1e4], "rope_interleave": [False]},
     "glm4_moe_lite_v5": {"n_group": [1], "topk_group": [2], "norm_topk_prob": [True],
-                         "rope_interleave": [False], "attention_bias": [False]}}
+                         "rope_interleave": [False], "attention_bias": [False]},
+    "glm4_moe": {"n_group": [2], "topk_group": [3, 4], "routed_scaling_factor": [1.0],
+                 "norm_topk_prob": [False], "num_experts_per_tok": [2], "attention_bias": [False],
+                 "use_qk_norm": [False], "partial_rotary_factor": [0.25, 1.0],
+                 "rope_theta": [1e4]},
+    "glm4_moe_v5": {"norm_topk_prob": [True], "num_experts_per_tok": [2, 4],
+                    "rope_parameters.partial_rotary_factor": [0.5, None]},
+    "dots1": {"n_group": [2], "topk_group": [3, 4], "routed_scaling_factor": [1.0],
+              "norm_topk_prob": [False], "num_experts_per_tok": [2], "attention_bias": [False],
+              "sliding_window": [None, 19, 21], "max_window_layers": [0, 3],
+              "rope_theta": [1e4]},
+    "dots1_v5": {"norm_topk_prob": [True], "sliding_window": [23, 25], "topk_group": [2],
+                 "layer_types": [["full_attention"] * 2, ["full_attention", "sliding_attention"]],
+                 "rope_parameters.rope_theta": [1e4]},
+    "ernie4_5_moe": {"moe_k": [2, 4], "rope_theta": [1e4]},
+    "ernie4_5_moe_v5": {"moe_k": [2, 4], "rope_parameters.rope_theta": [1e5]},
+    "minimax_m2": {"rotary_dim": [8, 32], "num_experts_per_tok": [3], "rope_theta": [1e4],
+                   "rms_norm_eps": [1e-3]},
+    "minimax_m2_v5": {"num_experts_per_tok": [2, 4],
+                      "rope_parameters.partial_rotary_factor": [0.5, None]},
+    "qwen2_moe": {"norm_topk_prob": [True], "num_experts_per_tok": [2, 4], "qkv_bias": [False],
+                  "use_sliding_window": [False], "max_window_layers": [0, 3],
+                  "sliding_window": [19, 21], "rope_theta": [1e4]},
+    "qwen2_moe_v5": {"norm_topk_prob": [False], "sliding_window": [23, 25],
+                     "layer_types": [["full_attention"] * 2]},
+    "granitemoe": GRANITE_OTHERS | {"attention_bias": [False], "num_experts_per_tok": [2]},
+    "granitemoeshared": GRANITE_OTHERS | {"shared_intermediate_size": [0]},
+    "granitemoeshared_v5": GRANITE_OTHERS,
+    "phimoe": {"router_jitter_noise": [0.1], "attention_bias": [False], "lm_head_bias": [False],
+               "sliding_window": [None, 19, 21], "rope_scaling.short_mscale": [1.0],
+               "rope_scaling.short_factor": [[1.0] * 8]},
+    "phimoe_v5": {"router_jitter_noise": [0.1], "rope_parameters.rope_theta": [1e6]},
+    "hunyuan_v1_moe": {"moe_topk": [2, 4], "attention_bias": [False],
+                       "rope_scaling.alpha": [10.0]},
+    "hunyuan_v1_moe_v5": {"moe_topk": [1, 3], "rope_parameters.rope_theta": [1e4]},
+    # The norm after flex_olmo's experts undoes what norm_topk_prob does.
+    "flex_olmo": {"num_experts_per_tok": [2], "attention_bias": [False], "rope_theta": [1e4]},
+    "flex_olmo_v5": {"num_experts_per_tok": [1, 3], "rope_parameters.rope_theta": [1e5]}}
 # Keys that look as if they mattered and do not.
 IGNORED: dict[str, dict[str, list[Any]]] = {
     "qwen3_moe_window": {"max_window_layers": [0, 2]},

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from golden_cases import CASES, CHAT_TEMPLATE, IGNORED, OTHERS, SENTENCES, Config
+from routing import router_gap
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -31,7 +32,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 PROMPT, SHORT, STEPS = 200, 50, 16
-MIN_ROUTER_GAP = 1e-3  # k-th minus (k+1)-th router logit, over all tokens and MoE layers
+MIN_ROUTER_GAP = 1e-3  # k-th minus (k+1)-th router logit or score, over tokens and MoE layers
 MIN_MARGIN = 0.05  # top-1 minus top-2 logit, over the greedy steps
 MIN_EFFECT = 0.02  # largest change of a logit when a feature is off
 E2M1 = [*(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), *(-0.0, -0.5, -1, -1.5, -2, -3, -4, -6)]
@@ -66,17 +67,20 @@ def build(config: Config, folder: Path | None = None) -> PreTrainedModel:
 def fill(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Random weights, rounded to bf16, that make attention and routers far from uniform."""
     embedding_std = 0.3 if model.config.tie_word_embeddings else 0.05
-    for name, weight in model.named_parameters():
-        if "norm" in name:
+    embedding_std = 1.0 if model.config.model_type == "flex_olmo" else embedding_std
+    for name, weight in tensors(model):
+        if name.endswith("norm.weight"):
             weight.data.uniform_(0.5, 1.5, generator=generator)
         elif "embed_tokens" in name:
             weight.data.normal_(0.0, embedding_std, generator=generator)
+        elif name.endswith("e_score_correction_bias"):
+            weight.data.normal_(0.0, 0.1, generator=generator)
         elif name.endswith("bias"):
             weight.data.normal_(0.0, 0.3, generator=generator)
         elif name.endswith("sinks"):
             weight.data.normal_(1.0, 1.0, generator=generator)
         else:
-            routers = ("mlp.gate.weight", "mlp.router.weight", "lm_head.weight")
+            routers = ("mlp.gate.weight", "router.weight", "gate.wg.weight", "lm_head.weight")
             gain = 2.0 if name.endswith(routers) else 1.5
             is_columns = model.config.model_type == "gpt_oss" and weight.dim() == 3
             std = gain / math.sqrt(weight.shape[-2 if is_columns else -1])
@@ -88,6 +92,12 @@ def fill(model: PreTrainedModel, generator: torch.Generator) -> None:
             spread = 2.0 ** torch.randint(-1, 2, size, generator=generator)
             rows = (weight.data.unflatten(1, (-1, 32)) * spread).flatten(1, 2).transpose(1, 2)
             weight.data.copy_(from_mxfp4(*to_mxfp4(rows)).transpose(1, 2))
+
+
+def tensors(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """Every parameter, and the selection biases, which some families keep as buffers."""
+    buffers = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    return [*model.named_parameters(), *buffers]
 
 
 def is_mxfp4(model: PreTrainedModel, name: str) -> bool:
@@ -117,16 +127,6 @@ def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids[None], use_cache=False).logits[0]
 
 
-def router_gap(model: PreTrainedModel, ids: torch.Tensor) -> float:
-    """Smallest gap between the last chosen and the first rejected router logit; inf if dense."""
-    if not hasattr(model.config, "num_experts_per_tok"):
-        return math.inf
-    k = model.config.num_experts_per_tok
-    routed = model(input_ids=ids[None], use_cache=False, output_router_logits=True).router_logits
-    top = torch.cat(routed).topk(k + 1).values
-    return float((top[:, k - 1] - top[:, k]).min())
-
-
 def greedy(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Greedy continuation ids and margins, both (STEPS,)."""
     margins = []
@@ -139,6 +139,8 @@ def greedy(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, tor
 
 def decisive(model: PreTrainedModel, ids: torch.Tensor) -> bool:
     """Whether rounding differences can flip neither a routing nor a greedy choice."""
+    if router_gap(model, ids) <= MIN_ROUTER_GAP:
+        return False
     generated, margin = greedy(model, ids)
     varied = len(set(generated.tolist())) >= STEPS // 2 and int(generated.min()) >= RESERVED
     gap = router_gap(model, torch.cat([ids, generated]))
@@ -194,11 +196,11 @@ def check_features(name: str, folder: Path, ids: torch.Tensor, want: torch.Tenso
             for layer in unnormed.model.layers:
                 setattr(layer.self_attn, norm, torch.nn.Identity())
             effects[f"without {norm}"] = effect(unnormed, ids, want)
-    for tensor, weight in model.named_parameters():
+    for tensor, weight in tensors(model):
         parts = weight.data if weight.dim() == 3 else [weight.data]
         for index, part in enumerate(parts):
             kept = part.clone()
-            part.fill_(1.0 if "norm" in tensor else 0.0)
+            part.fill_(1.0 if tensor.endswith("norm.weight") else 0.0)
             effects[f"{tensor}[{index}]"] = effect(model, ids, want)
             part.copy_(kept)
     weakest = sorted(effects, key=effects.__getitem__)[:4]

@@ -44,7 +44,9 @@ def test_what_the_kernels_know() -> None:
         ({"sinks": True}, "attention sinks"),
         ({"window": 128}, "a sliding window"),
         ({"clip": 1.0}, "clipped q, k and v"),
+        ({"interleaved": True}, "interleaved rotary"),
         ({"qk_norm": "projection"}, "a q/k norm over the projection"),
+        ({"qk_norm": "rotated"}, "a q/k norm after rotary"),
         ({"head_dim": 96}, "head_dim 96"),
         ({"num_heads": 24}, "more than 8 query heads"),
     ],
@@ -80,7 +82,30 @@ def test_mlp(mlp: Any, words: str) -> None:
         check_decode_spec(model(mlp=mlp))
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "gpt_oss_v5", "mistral", "qwen2"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"embedding_scale": 2.0}, "scaled embeddings or logits"),
+        ({"logits_scale": 0.5}, "scaled embeddings or logits"),
+        ({"layer_norm": True}, "a layer norm or a bias before the logits"),
+        ({"head_bias": True}, "a layer norm or a bias before the logits"),
+        ({"layers": (LayerSpec(ATTENTION, EXPERTS, residual_scale=0.5),)}, "a scaled residual"),
+        ({"layers": (LayerSpec(ATTENTION, EXPERTS, norm="after"),)}, "norm = 'after'"),
+    ],
+)
+def test_scales_and_norms(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"no decode kernel yet for {words}"):
+        check_decode_spec(replace(model(), **change))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe", "gpt_oss", "gpt_oss_v5", "granitemoe"),
+        *("granitemoeshared", "hunyuan_v1_moe", "minimax_m2", "mistral", "phimoe"),
+        *("qwen2", "qwen2_moe"),
+    ],
+)
 def test_families_without_kernels(name: str) -> None:
     with pytest.raises(UnsupportedModel, match="use device='cpu'"):
         check_decode_spec(read_model(CASES[name], "config.json")[1])

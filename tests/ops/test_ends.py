@@ -21,6 +21,12 @@ def test_embed_gives_the_rows_of_the_table(format: str) -> None:
     np.testing.assert_array_equal(out, table.dequantize()[[9, 0, 9]])
 
 
+def test_a_head_with_a_bias_and_no_norm() -> None:
+    weight = prepare_linear(quantize(np.array([[1, 0], [1, 1]], np.float32), "fp32"))
+    logits = lm_head(np.array([[2, 3]], np.float32), None, 0.0, weight, np.array([10, 20]))
+    assert logits.tolist() == [[12, 25]]
+
+
 def test_embed_gives_an_array_of_its_own() -> None:
     table = quantize(normal(10, 32), "fp32")
     kept = table.codes.copy()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from npmoe.ops.norm import rms_norm, rms_norm_ref
+from npmoe.ops.norm import layer_norm, rms_norm, rms_norm_ref
 from tests.helpers import normal, relative_error
 
 
@@ -29,3 +29,11 @@ def test_takes_a_view_of_every_second_element() -> None:
         relative_error(rms_norm(x[:, ::2], weight, 0.1), rms_norm_ref(x[:, ::2], weight, 0.1))
         < 1e-6
     )
+
+
+def test_layer_norm_by_hand() -> None:
+    # Mean 4 and variance 4, and 4 + 12 = 16: (2, 6) becomes (-0.5, 0.5), then weight and bias.
+    x = np.array([[2, 6], [4, 4]], np.float32)
+    out = layer_norm(x, np.array([2, 4], np.float32), np.array([1, 10], np.float32), 12.0)
+    assert out.dtype == np.float32
+    assert out.tolist() == [[0, 12], [1, 10]]

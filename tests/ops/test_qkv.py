@@ -97,3 +97,24 @@ def test_the_pages_hold_quantised_keys_after_rotary(kv_format: str) -> None:
     share = {"bf16": 0.005, "int8": 0.005, "fp8": 0.04}.get(kv_format, 0.17)
     for got, want in ((k, want_k), (v, want_v)):
         assert 0 < relative_error(got[SLOTS[[0, 1, 2, 4]]], want[[0, 1, 2, 4]]) < share
+
+
+def test_interleaved_rotary_turns_neighbours() -> None:
+    """q . k is that of heads whose elements 2i and 2i + 1 turn by angle i; the rest stays."""
+    w, x = weights(), normal(TOKENS, HIDDEN)
+    cos, sin = (a[:, :3] for a in angles())  # the first 6 of 16 elements
+    k_pages, v_pages = (make_pages("fp32", 2, KV_HEADS, DIM, page_size=4) for _ in range(2))
+    q = qkv(x, w, EPS, DIM, cos, sin, k_pages, v_pages, SLOTS, interleaved=True)
+    matrix = quantize(normal(ROWS, HIDDEN, seed=1), "bf16").dequantize()
+    plain = (rms_norm_ref(x, w.input_norm, EPS) @ matrix.T).reshape(TOKENS, -1, DIM)
+    turned = plain.copy()
+    for i in range(3):
+        a, b = plain[..., 2 * i], plain[..., 2 * i + 1]
+        c, s = cos[:, i, None], sin[:, i, None]
+        turned[..., 2 * i], turned[..., 2 * i + 1] = a * c - b * s, b * c + a * s
+    written = SLOTS >= 0
+    k = _all_slots(k_pages)[SLOTS[written]]
+    scores = np.einsum("thd,shd->hts", q[:, :KV_HEADS], k)
+    want_k = turned[written][:, HEADS : HEADS + KV_HEADS]
+    want = np.einsum("thd,shd->hts", turned[:, :KV_HEADS], want_k)
+    assert relative_error(scores, want) < 1e-5

@@ -215,3 +215,28 @@ def test_route_hands_the_rule_and_the_selection_bias_on() -> None:
     )
     assert ids.tolist() == [[1, 0]]
     np.testing.assert_allclose(weights, [[2 / (1 + np.e), 2 / (1 + 1 / np.e)]], rtol=1e-6)
+
+
+def test_sparsemixer_by_hand() -> None:
+    # Jitter 0.1: a logit counts beside the best if it is at most 0.2 of the larger size below it.
+    # First 10 beside 9 (0.1); 7 is too far. Then 9 beside 7.5 (1.5 / 9 < 0.2) and not 7 (2 / 9).
+    logits = np.array([[7, 9, 7.5, 10]], np.float32)
+    rule = TopKRule("sparsemixer", jitter=0.1)
+    weights, ids = top_k(logits, 2, False, rule)
+    assert ids.tolist() == [[3, 1]]
+    want = [1 / (1 + np.exp(-1)), 1 / (1 + np.exp(-1.5))]
+    np.testing.assert_allclose(weights, [want], rtol=1e-6)
+
+
+def test_sparsemixer_compares_with_the_larger_size() -> None:
+    # The best is -10.56; -12 is 1.44 / 12 = 0.12 below it and counts, -14 is 3.44 / 14 = 0.25.
+    logits = np.array([[-12, -10.56, -14]], np.float32)
+    weights, ids = top_k(logits, 1, False, TopKRule("sparsemixer", jitter=0.1))
+    assert ids.tolist() == [[1]]
+    np.testing.assert_allclose(weights, [[1 / (1 + np.exp(-1.44))]], rtol=1e-5)
+
+
+def test_sparsemixer_gives_ties_to_the_lower_id() -> None:
+    weights, ids = top_k(np.zeros((1, 4), np.float32), 2, False, TopKRule("sparsemixer"))
+    assert ids.tolist() == [[0, 1]]
+    np.testing.assert_allclose(weights, [[1 / 4, 1 / 3]], rtol=1e-6)
