@@ -147,7 +147,7 @@ def _may_be_left(opened: OpenModel, name: str) -> bool:
     if name.startswith(opened.spec.left_out):
         return True
     parts = name.split(".")
-    if parts[0] == "mtp" or (parts[0] == "model" and parts[1].startswith("mtp_")):
+    if name.startswith(("mtp.", "model.mtp_")):
         return True
     is_layer = parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdigit()
     return is_layer and int(parts[2]) >= opened.config.num_hidden_layers
