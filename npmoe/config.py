@@ -255,6 +255,12 @@ class ModelConfig:
     selection_bias: bool = False
     shared_expert_intermediate_size: int = 0
     shared_expert_gate: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    rope_interleave: bool = False
     swiglu_alpha: float = 1.0
     swiglu_limit: float | None = None
     embedding_multiplier: float = 1.0
@@ -405,6 +411,9 @@ def _check_groups(config: ModelConfig, where: str) -> None:
             f"of {group_size} experts"
         )
 
+
+HeadDims = int | tuple[int, int]
+"""Elements of a head of the cache: of keys and values, or of each where they differ."""
 
 KV_FORMATS = ("fp32", "bf16", "fp8", "int8", "int4", "int4_asym", "fp4")
 WEIGHT_FORMATS = (

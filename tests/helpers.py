@@ -10,7 +10,7 @@ import pytest
 
 from npmoe.batch import Batch
 from npmoe.config import KVCacheConfig
-from npmoe.kv.storage import KVCache
+from npmoe.kv.storage import KVCache, key_value_dims
 from npmoe.models.cache import ModelCache
 from npmoe.models.layers import CausalLM
 from npmoe.models.loader import load_model
@@ -96,7 +96,8 @@ class Session:
 
     def __init__(self, model: CausalLM, kv: str = "fp32", num_pages: int = 48) -> None:
         spec = model.spec
-        group_size = 32 if spec.head_dim % 32 == 0 else 16
+        dims = key_value_dims(spec.head_dim)
+        group_size = 32 if all(d % 32 == 0 for d in dims) else 16
         config = KVCacheConfig(kv, kv, group_size)
         self.model = model
         self.cache = ModelCache(spec, num_pages, PAGE_SIZE, config, num_slots=SLOTS).layers

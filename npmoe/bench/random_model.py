@@ -8,6 +8,7 @@ import numpy as np
 from npmoe.config import KVCacheConfig
 from npmoe.dtypes import Array, array_namespace
 from npmoe.formats.quant_tensor import QuantTensor, concatenate_rows, quantize
+from npmoe.kv.storage import key_value_dims
 from npmoe.models.cache import ModelCache
 from npmoe.models.conversion import cannot_be
 from npmoe.models.gpu import prepare_for_gpu
@@ -86,12 +87,12 @@ def random_cache(
     spec: ModelSpec, kv: KVCacheConfig, num_pages: int, page_size: int, device: str
 ) -> ModelCache:
     """A cache in which every page of a layer holds the same random keys and values."""
-    heads, head_dim = spec.num_kv_heads, spec.head_dim
+    heads, widths = spec.num_kv_heads, key_value_dims(spec.head_dim)
     cache = ModelCache(spec, num_pages, page_size, kv, device=device)
     rng, slots = np.random.default_rng(1), np.arange(page_size, dtype=np.int32)
     for layer, page in zip(cache.pages, ModelCache(spec, 1, page_size, kv).pages, strict=True):
-        for many, one in zip(layer, page, strict=True):
-            values = rng.standard_normal((page_size, heads, head_dim), dtype=np.float32)
+        for many, one, width in zip(layer, page, widths, strict=True):
+            values = rng.standard_normal((page_size, heads, width), dtype=np.float32)
             write_kv_pages(one, values, slots)
             for a, b in zip(many.arrays(), one.arrays(), strict=True):
                 a[...] = to_device(b, device)

@@ -9,9 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from npmoe.config import KVCacheConfig
 from npmoe.dtypes import Array
-from npmoe.kv.storage import kv_bytes_per_token
 from npmoe.models.cache import ModelCache
 from npmoe.models.conversion import format_bytes, running_bytes
 from npmoe.models.parameters import ROUTER, TABLE, VECTOR, Parameter
@@ -58,12 +56,11 @@ def step_traffic(
         size = _matrix_bytes(p, w, device) * _share(spec, p, batch)
         found[address(w if p.part == VECTOR else getattr(w, "codes", w))] = size
     for layer, halves in zip(spec.layers, cache.pages, strict=True):
-        assert isinstance(layer.attention, AttentionSpec)
-        tokens = batch * min(context, layer.attention.window or context)
+        window = layer.attention.window if isinstance(layer.attention, AttentionSpec) else None
+        tokens = batch * min(context, window or context)
         for pages in halves:
-            config = KVCacheConfig(pages.format, pages.format, cache.config.group_size)
-            both = kv_bytes_per_token(config, spec.num_kv_heads, spec.head_dim)
-            found[address(pages.codes)] = tokens * both / 2
+            size = sum(a.nbytes for a in pages.arrays()) / (len(pages.codes) * pages.page_size)
+            found[address(pages.codes)] = tokens * size
     return Traffic(found)
 
 

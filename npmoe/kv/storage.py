@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from npmoe.config import KVCacheConfig
+from npmoe.config import HeadDims, KVCacheConfig
 from npmoe.dtypes import array_namespace
 from npmoe.errors import UnsupportedModel
 from npmoe.ops.paging import copy_kv_pages
@@ -14,15 +14,26 @@ from npmoe.runtime.device import to_device
 BITS = {"fp32": 32, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "int4_asym": 4, "fp4": 4}
 
 
-def kv_bytes_per_token(config: KVCacheConfig, num_kv_heads: int, head_dim: int) -> float:
+def kv_bytes_per_token(config: KVCacheConfig, num_kv_heads: int, head_dim: HeadDims) -> float:
     """Bytes that one token takes in one layer, K and V together, scales and zeros included."""
     total = 0.0
-    for name in (config.key_format, config.value_format):
-        bits = BITS[name] * head_dim
+    for name, width in _formats_and_widths(config, head_dim):
+        bits = BITS[name] * width
         if name not in ("fp32", "bf16"):
-            bits += (24 if name == "int4_asym" else 16) * (head_dim // config.group_size)
+            bits += (24 if name == "int4_asym" else 16) * (width // config.group_size)
         total += num_kv_heads * bits / 8
     return total
+
+
+def key_value_dims(head_dim: HeadDims) -> tuple[int, int]:
+    """Elements of a head of K, and of V."""
+    return (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
+
+
+def _formats_and_widths(config: KVCacheConfig, head_dim: HeadDims) -> list[tuple[str, int]]:
+    """Format and elements of a head of K, then of V."""
+    formats = config.key_format, config.value_format
+    return list(zip(formats, key_value_dims(head_dim), strict=True))
 
 
 class KVCache:
@@ -34,7 +45,7 @@ class KVCache:
         num_pages: int,
         page_size: int,
         num_kv_heads: int,
-        head_dim: int,
+        head_dim: HeadDims,
         config: KVCacheConfig,
         device: str = "cpu",
     ) -> None:
@@ -43,8 +54,8 @@ class KVCache:
         grid = (num_layers, num_pages, num_kv_heads, page_size)
         check_kv_format(config, head_dim)
         self._slabs = [
-            _pages(name, grid, head_dim, config.group_size, device)
-            for name in (config.key_format, config.value_format)
+            _pages(name, grid, width, config.group_size, device)
+            for name, width in _formats_and_widths(config, head_dim)
         ]
         keys, values = (_layers(slab) for slab in self._slabs)
         self.layers = list(zip(keys, values, strict=True))
@@ -71,16 +82,22 @@ class KVCache:
         copy_kv_pages(arrays, to_device(pairs, self._device))
 
 
-def check_kv_format(config: KVCacheConfig, head_dim: int) -> None:
+def check_kv_format(config: KVCacheConfig, head_dim: HeadDims) -> None:
     """Raises UnsupportedModel for a format that head_dim cannot hold."""
-    grouped = {config.key_format, config.value_format} - {"fp32", "bf16"}
-    if grouped and head_dim % config.group_size:
-        fitting = [str(g) for g in (16, 32, 64, 128) if head_dim % g == 0]
-        hint = f"use group_size {' or '.join(fitting)}" if fitting else "use fp32 or bf16"
-        raise UnsupportedModel(
-            f"kv_cache {'/'.join(sorted(grouped))}: head_dim = {head_dim} is not a multiple of "
-            f"group_size = {config.group_size}; {hint}"
-        )
+    grouped = [
+        (name, width)
+        for name, width in _formats_and_widths(config, head_dim)
+        if name not in ("fp32", "bf16")
+    ]
+    for name, width in grouped:
+        if width % config.group_size:
+            widths = [w for _, w in grouped]
+            fitting = [str(g) for g in (16, 32, 64, 128) if all(w % g == 0 for w in widths)]
+            hint = f"use group_size {' or '.join(fitting)}" if fitting else "use fp32 or bf16"
+            raise UnsupportedModel(
+                f"kv_cache {name}: head_dim = {width} is not a multiple of "
+                f"group_size = {config.group_size}; {hint}"
+            )
 
 
 def _pages(name: str, grid: tuple, head_dim: int, group_size: int, device: str) -> KVPages:

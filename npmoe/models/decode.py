@@ -15,7 +15,7 @@ from npmoe.dtypes import Array
 from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, RECORDS, ROWS
 from npmoe.formats.quant_tensor import QuantTensor
-from npmoe.models.specs import AttentionSpec, ExpertSpec, ModelSpec
+from npmoe.models.specs import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec
 from npmoe.models.stream import AttentionSplit, Stream
 from npmoe.ops.experts import PLAIN
 from npmoe.ops.quantize import KVPages
@@ -327,7 +327,7 @@ _LAYER_WEIGHTS = (
 
 def rotary_table(spec: ModelSpec, num_positions: int) -> Array:
     """Cosine and sine of positions from 0 on the device, float32 `[positions, head_dim / 2, 2]`."""
-    frequencies, factor = rope_frequencies(spec.rope, spec.head_dim, spec.max_positions)
+    frequencies, factor = rope_frequencies(spec.rope, spec.rope_dim, spec.max_positions)
     cos, sin = rope_cos_sin(np.arange(num_positions, dtype=np.int32), frequencies, factor)
     return cupy().asarray(np.stack([cos, sin], axis=-1))
 
@@ -346,6 +346,8 @@ def check_decode_spec(spec: ModelSpec) -> None:
         raise _no_kernel("a layer norm or a bias before the logits")
     for layer in spec.layers:
         a, mlp = layer.attention, layer.mlp
+        if isinstance(a, LatentSpec):
+            raise _no_kernel("multi-head latent attention")
         assert isinstance(a, AttentionSpec)
         if layer.residual_scale != 1:
             raise _no_kernel("a scaled residual")

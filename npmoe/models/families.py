@@ -6,10 +6,13 @@ from typing import Any
 from npmoe.config import ConfigReader, ModelConfig
 from npmoe.errors import UnsupportedModel
 from npmoe.models import (
+    deepseek_v2,
+    deepseek_v3,
     dots1,
     ernie4_5_moe,
     flex_olmo,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granitemoe,
     granitemoeshared,
@@ -32,10 +35,13 @@ from npmoe.models.parameters import Parameter
 from npmoe.models.specs import ModelSpec
 
 FAMILIES: dict[str, ModuleType] = {
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
     "dots1": dots1,
     "ernie4_5_moe": ernie4_5_moe,
     "flex_olmo": flex_olmo,
     "glm4_moe": glm4_moe,
+    "glm4_moe_lite": glm4_moe_lite,
     "gpt_oss": gpt_oss,
     "granitemoe": granitemoe,
     "granitemoeshared": granitemoeshared,

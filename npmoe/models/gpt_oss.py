@@ -17,7 +17,7 @@ from npmoe.config import (
 from npmoe.errors import UnsupportedModel
 from npmoe.models import llama
 from npmoe.models.parameters import Parameter, TensorNames, decoder_parameters
-from npmoe.models.specs import ExpertSpec, ModelSpec
+from npmoe.models.specs import AttentionSpec, ExpertSpec, ModelSpec
 from npmoe.ops.experts import SwiGLU
 
 
@@ -80,6 +80,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     layers = []
     for layer in spec.layers:
         assert isinstance(layer.mlp, ExpertSpec)
+        assert isinstance(layer.attention, AttentionSpec)
         router = replace(layer.mlp.router, bias=True)
         mlp = replace(layer.mlp, router=router, bias=True, activation=activation)
         layers.append(replace(layer.with_attention(sinks=True), mlp=mlp))

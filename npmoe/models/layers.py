@@ -14,6 +14,7 @@ from npmoe.models.specs import (
     AttentionSpec,
     DeltaNetSpec,
     ExpertSpec,
+    LatentSpec,
     LayerSpec,
     ModelSpec,
     RouterSpec,
@@ -21,6 +22,7 @@ from npmoe.models.specs import (
 from npmoe.ops.attention import paged_attention
 from npmoe.ops.embed import embed
 from npmoe.ops.experts import add_experts, add_mlp
+from npmoe.ops.latent import LatentWeights, latent_attention, latent_qkv
 from npmoe.ops.lm_head import lm_head
 from npmoe.ops.norm import layer_norm, rms_norm
 from npmoe.ops.output import add_output
@@ -46,7 +48,7 @@ class DecoderLayer:
             add_delta_net(added, x, attention, self.eps, self.weights, batch, cache)
         else:
             assert not isinstance(cache, RecurrentState)
-            self._add_attention(added, x, attention, batch, cos, sin, *cache)
+            self._add_attention(added, x, attention, batch, cos, sin, cache)
         self._join(x, added, "post_attention_layernorm")
         self._add_mlp(x)
 
@@ -54,43 +56,17 @@ class DecoderLayer:
         self,
         added: Array,
         x: Array,
-        attention: AttentionSpec,
+        attention: AttentionSpec | LatentSpec,
         batch: Batch,
         cos: Array,
         sin: Array,
-        k_pages: KVPages,
-        v_pages: KVPages,
+        pages: tuple[KVPages, KVPages],
     ) -> None:
-        w = self.weights
-        weights = QKVWeights(
-            w["input_layernorm"] if self.spec.norm == "before" else None,
-            w["qkv_proj"],
-            w.get("qkv_bias"),
-            w.get("q_norm"),
-            w.get("k_norm"),
-        )
-        normed = self._normed(x, "input_layernorm")
-        rotary, pages = (attention.head_dim, cos, sin), (k_pages, v_pages)
-        arguments = normed, weights, self.eps, *rotary, *pages, batch.slot_mapping
-        gates = None
-        if attention.output_gate:
-            q, gates = gated_qkv(*arguments)
+        if isinstance(attention, LatentSpec):
+            attended = self._attend_latent(x, attention, batch, cos, sin, pages)
         else:
-            norm_after_rotary = attention.qk_norm == "rotated"
-            q = qkv(*arguments, attention.clip, attention.interleaved, norm_after_rotary)
-        attended = paged_attention(
-            q,
-            *pages,
-            batch.block_table,
-            batch.cu_seqlens_q,
-            batch.seq_lens,
-            attention.scale,
-            attention.window,
-            w.get("sinks"),
-        )
-        if gates is not None:
-            attended *= sigmoid(gates)
-        add_output(added, attended, w["o_proj"], w.get("o_bias"))
+            attended = self._attend(x, attention, batch, cos, sin, pages)
+        add_output(added, attended, self.weights["o_proj"], self.weights.get("o_bias"))
 
     def _add_mlp(self, x: Array) -> None:
         w, mlp, added = self.weights, self.spec.mlp, self._added(x)
@@ -137,6 +113,82 @@ class DecoderLayer:
             added = rms_norm(added, self.weights[norm], self.eps)
         x += np.float32(self.spec.residual_scale) * added
 
+    def _attend(
+        self,
+        x: Array,
+        attention: AttentionSpec,
+        batch: Batch,
+        cos: Array,
+        sin: Array,
+        pages: tuple[KVPages, KVPages],
+    ) -> Array:
+        """What attention makes of x, before the output projection: `[T, heads, D]`."""
+        w = self.weights
+        weights = QKVWeights(
+            w["input_layernorm"] if self.spec.norm == "before" else None,
+            w["qkv_proj"],
+            w.get("qkv_bias"),
+            w.get("q_norm"),
+            w.get("k_norm"),
+        )
+        normed, rotary = self._normed(x, "input_layernorm"), (attention.head_dim, cos, sin)
+        arguments = normed, weights, self.eps, *rotary, *pages, batch.slot_mapping
+        gates = None
+        if attention.output_gate:
+            q, gates = gated_qkv(*arguments)
+        else:
+            norm_after_rotary = attention.qk_norm == "rotated"
+            q = qkv(*arguments, attention.clip, attention.interleaved, norm_after_rotary)
+        attended = paged_attention(
+            q,
+            *pages,
+            batch.block_table,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            attention.scale,
+            attention.window,
+            w.get("sinks"),
+        )
+        if gates is not None:
+            attended *= sigmoid(gates)
+        return attended
+
+    def _attend_latent(
+        self,
+        x: Array,
+        attention: LatentSpec,
+        batch: Batch,
+        cos: Array,
+        sin: Array,
+        pages: tuple[KVPages, KVPages],
+    ) -> Array:
+        """The same by multi-head latent attention: `[T, heads, V]`."""
+        w = self.weights
+        assert self.spec.norm == "before"
+        weights = LatentWeights(
+            w["input_layernorm"],
+            w.get("q_a_proj"),
+            w.get("q_a_bias"),
+            w.get("q_a_norm"),
+            w["q_proj"],
+            w["kv_a_proj"],
+            w.get("kv_a_bias"),
+            w["kv_a_norm"],
+        )
+        heads, interleaved = attention.num_heads, attention.interleaved
+        arguments = x, weights, self.eps, heads, interleaved, cos, sin
+        q = latent_qkv(*arguments, *pages, batch.slot_mapping)
+        return latent_attention(
+            q,
+            w["kv_b_proj"],
+            attention.value_dim,
+            *pages,
+            batch.block_table,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            attention.scale,
+        )
+
     def _route(self, x: Array, router: RouterSpec) -> tuple[Array, Array, Array]:
         """Normed x `[T, H]`, topk_weights and topk_ids `[T, K]`."""
         w, norm = self.weights, "post_attention_layernorm"
@@ -160,7 +212,7 @@ class CausalLM:
         """weights: parameter name -> float32 vector or prepared QuantTensor."""
         self.spec, self.weights = spec, weights
         self.frequencies, self.rope_factor = rope_frequencies(
-            spec.rope, spec.head_dim, spec.max_positions
+            spec.rope, spec.rope_dim, spec.max_positions
         )
         self.layers = []
         for i, layer in enumerate(spec.layers):

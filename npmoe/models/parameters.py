@@ -6,6 +6,7 @@ from npmoe.models.specs import (
     AttentionSpec,
     DeltaNetSpec,
     ExpertSpec,
+    LatentSpec,
     MLPSpec,
     ModelSpec,
     SharedSpec,
@@ -130,12 +131,43 @@ def _layer_parameters(spec: ModelSpec, i: int, names: TensorNames) -> list[Param
     found = _norm_parameters(spec.layers[i].norm, hidden, ours, theirs)
     if isinstance(attention, DeltaNetSpec):
         found += _delta_parameters(attention, hidden, ours, f"{theirs}linear_attn.", names)
+    elif isinstance(attention, LatentSpec):
+        found += _latent_parameters(attention, hidden, ours, f"{theirs}self_attn.")
     else:
         found += _attention_parameters(attention, hidden, ours, theirs, names)
     if isinstance(mlp, ExpertSpec):
         block = f"{theirs}{names.moe}."
         return found + _expert_parameters(mlp, hidden, ours, block, theirs, names)
     return found + _mlp_parameters(mlp, hidden, ours, f"{theirs}mlp.")
+
+
+def _latent_parameters(
+    attention: LatentSpec, hidden: int, ours: str, block: str
+) -> list[Parameter]:
+    heads, rank, q_rank = attention.num_heads, attention.kv_rank, attention.q_rank
+    query = heads * (attention.nope_dim + attention.rope_dim)
+    up = heads * (attention.nope_dim + attention.value_dim)
+    matrices = [
+        ("kv_a_proj", (rank + attention.rope_dim, hidden), "kv_a_proj_with_mqa"),
+        ("kv_b_proj", (up, rank), "kv_b_proj"),
+        ("o_proj", (hidden, heads * attention.value_dim), "o_proj"),
+    ]
+    vectors = [("kv_a_norm", rank, "kv_a_layernorm.weight")]
+    if q_rank is None:
+        matrices.append(("q_proj", (query, hidden), "q_proj"))
+    else:
+        matrices.append(("q_a_proj", (q_rank, hidden), "q_a_proj"))
+        matrices.append(("q_proj", (query, q_rank), "q_b_proj"))
+        vectors.append(("q_a_norm", q_rank, "q_a_layernorm.weight"))
+    if attention.bias:
+        vectors.append(("kv_a_bias", rank + attention.rope_dim, "kv_a_proj_with_mqa.bias"))
+        vectors.append(("o_bias", hidden, "o_proj.bias"))
+        if q_rank is not None:
+            vectors.append(("q_a_bias", q_rank, "q_a_proj.bias"))
+    return [
+        *(_single(f"{ours}{n}", "attention", s, f"{block}{t}.weight") for n, s, t in matrices),
+        *(_single(f"{ours}{n}", VECTOR, (size,), f"{block}{t}") for n, size, t in vectors),
+    ]
 
 
 def _attention_parameters(

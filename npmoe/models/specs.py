@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from npmoe.config import RopeConfig
+from npmoe.config import HeadDims, RopeConfig
 from npmoe.ops.experts import PLAIN, SwiGLU
 from npmoe.ops.route import BEST_OF_ALL, TopKRule
 
@@ -78,6 +78,38 @@ class DeltaNetSpec:
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention, as `npmoe.ops.latent` defines it.
+
+    A head's query and key have nope_dim elements that do not turn, then rope_dim that do; its value
+    has value_dim. kv_rank: elements of the latent. q_rank: of the compressed query; None where
+    queries are made of the hidden state. scale multiplies the scores, yarn's factor included.
+    interleaved: neighbours form the pairs that turn, else halves. bias: of the projections to
+    compressed query, latent and rope key, and of the output projection.
+    """
+
+    num_heads: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    kv_rank: int
+    q_rank: int | None
+    scale: float
+    interleaved: bool
+    bias: bool = False
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of the cache."""
+        return 1
+
+    @property
+    def head_dim(self) -> tuple[int, int]:
+        """Elements of a token in the cache: of its rope key (K) and its latent (V)."""
+        return self.rope_dim, self.kv_rank
+
+
+@dataclass(frozen=True)
 class MLPSpec:
     """A dense gated MLP (SwiGLU)."""
 
@@ -126,13 +158,13 @@ class ExpertSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: attention of either kind, then a dense MLP or routed experts, each added
+    """One decoder layer: attention of some kind, then a dense MLP or routed experts, each added
     to the residual stream times residual_scale.
 
     norm: an RMS norm "before" each of the two or "after" it, or a "layer" norm, with bias, before.
     """
 
-    attention: AttentionSpec | DeltaNetSpec
+    attention: AttentionSpec | DeltaNetSpec | LatentSpec
     mlp: MLPSpec | ExpertSpec
     residual_scale: float = 1.0
     norm: str = "before"
@@ -166,9 +198,9 @@ class ModelSpec:
     left_out: tuple[str, ...] = ()
 
     @property
-    def _attention(self) -> list[AttentionSpec]:
+    def _attention(self) -> list[AttentionSpec | LatentSpec]:
         found = (layer.attention for layer in self.layers)
-        return [attention for attention in found if isinstance(attention, AttentionSpec)]
+        return [attention for attention in found if not isinstance(attention, DeltaNetSpec)]
 
     @property
     def num_kv_layers(self) -> int:
@@ -181,7 +213,7 @@ class ModelSpec:
         return self._attention[0].num_kv_heads
 
     @property
-    def head_dim(self) -> int:
+    def head_dim(self) -> HeadDims:
         """Head size of the cache, the same in every layer that has pages."""
         return self._attention[0].head_dim
 
@@ -197,6 +229,12 @@ class ModelSpec:
         delta = self.delta_net
         count = len(self.layers) - self.num_kv_layers
         return 0 if delta is None else count * delta.state_bytes
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head to which the rotary embedding applies, or a part of them."""
+        attention = self._attention[0]
+        return attention.rope_dim if isinstance(attention, LatentSpec) else attention.head_dim
 
     @property
     def longrope_switch(self) -> int | None:

@@ -12,6 +12,7 @@ from npmoe.models.cache import token_bytes
 from npmoe.models.conversion import format_bytes, group_as, running_bytes
 from npmoe.models.gpu import prepared_bytes
 from npmoe.models.parameters import TABLE, VECTOR, Parameter
+from npmoe.models.specs import LatentSpec, ModelSpec
 from npmoe.models.stored import OpenModel, Storage, expected_tensors, stored_words
 
 STORED = "stored"
@@ -49,10 +50,12 @@ class ModelSummary:
 
     parameters_active: what one token passes through; num_experts_per_tok of the experts and, as
     model cards count, the whole embedding. A tied head counts once.
-    formats (for people), stored_bytes: by part. read_bytes: weight format -> bytes that one
-    decoded token reads (one row of the embedding); "stored" is the checkpoint's own. kv_bytes:
-    cache format -> bytes of one token in all layers. state_bytes: recurrent states of one
-    sequence. A format that the model's shapes cannot take is left out.
+    latent_dims: with multi-head latent attention, elements of the latent and of the rope key that
+    the cache holds of a token for all heads. formats (for people), stored_bytes: by part.
+    read_bytes: weight format -> bytes that one decoded token reads (one row of the embedding);
+    "stored" is the checkpoint's own. kv_bytes: cache format -> bytes of one token in all layers.
+    state_bytes: recurrent states of one sequence. A format that the model's shapes cannot take is
+    left out.
     """
 
     path: str
@@ -64,6 +67,7 @@ class ModelSummary:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    latent_dims: tuple[int, int] | None
     num_experts: int
     num_experts_per_tok: int
     max_position_embeddings: int
@@ -94,8 +98,9 @@ def summarize(opened: OpenModel, memories: list[Memory]) -> ModelSummary:
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
+        num_kv_heads=spec.num_kv_heads,
         head_dim=config.head_dim,
+        latent_dims=_latent_dims(spec),
         num_experts=config.num_experts,
         num_experts_per_tok=config.num_experts_per_tok,
         max_position_embeddings=config.max_position_embeddings,
@@ -109,6 +114,13 @@ def summarize(opened: OpenModel, memories: list[Memory]) -> ModelSummary:
         state_bytes=spec.state_bytes,
         fits=_fits(opened, memories, kv_bytes),
     )
+
+
+def _latent_dims(spec: ModelSpec) -> tuple[int, int] | None:
+    attention = spec.layers[0].attention
+    if isinstance(attention, LatentSpec):
+        return attention.kv_rank, attention.rope_dim
+    return None
 
 
 def _present(values: dict[str, float | None]) -> dict[str, float]:
@@ -208,7 +220,7 @@ def describe(summary: ModelSummary) -> str:
         f"{s.path}",
         f"{s.model_type}: {s.num_layers} layers, hidden size {s.hidden_size:,}, "
         f"vocabulary {s.vocab_size:,}, context {s.max_position_embeddings:,} tokens",
-        f"attention: {s.num_heads} heads, {s.num_kv_heads} KV heads of {s.head_dim}",
+        f"attention: {s.num_heads} heads{_cached(s)}",
     ]
     if s.num_experts:
         lines.append(
@@ -250,6 +262,14 @@ def describe(summary: ModelSummary) -> str:
         tokens = [f"{n:,}" if n > 0 else "-" for n in fit.kv_tokens.values()]
         rows.append([fit.memory, fit.weights, gigabytes(fit.weight_bytes), *tokens])
     return "\n".join([*lines, *_table(rows)])
+
+
+def _cached(s: ModelSummary) -> str:
+    """What of keys and values the cache holds."""
+    if s.latent_dims is None:
+        return f", {s.num_kv_heads} KV heads of {s.head_dim}"
+    latent, rope_key = s.latent_dims
+    return f" of {s.head_dim}, a latent of {latent} and a rope key of {rope_key} for all"
 
 
 def _count(number: int) -> str:

@@ -48,7 +48,7 @@ def paged_attention_ref(
         for first in range(start, stop, QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, stop)
             positions = np.arange(first, last) - stop + int(length)
-            out[first:last] = _attend(q[first:last], k, v, positions, scale, window, sinks)
+            out[first:last] = attend(q[first:last], k, v, positions, scale, window, sinks)
     return out
 
 
@@ -56,16 +56,18 @@ def _no_sinks(q: Array) -> Array:
     return np.full(q.shape[1], -np.inf, np.float32)
 
 
-def _attend(
+def attend(
     q: Array,
     k: Array,
     v: Array,
     positions: Array,
     scale: float,
-    window: int | None,
-    sinks: Array,
+    window: int | None = None,
+    sinks: Array | None = None,
 ) -> Array:
-    """q `[T, heads, D]` at positions `[T]` against k, v `[L, kv_heads, D]` -> `[T, heads, D]`."""
+    """One sequence, from arrays: q `[T, heads, D]` at positions `[T]` against k `[L, kv_heads, D]`
+    and v `[L, kv_heads, V]` -> `[T, heads, V]`, all float32."""
+    sinks = _no_sinks(q) if sinks is None else sinks
     num_tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.reshape(num_tokens, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)
@@ -80,7 +82,7 @@ def _attend(
     weights = np.exp(scores - top)
     weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sink - top)
     mixed = weights @ v.transpose(1, 0, 2)[:, None]
-    return mixed.transpose(2, 0, 1, 3).reshape(q.shape)
+    return mixed.transpose(2, 0, 1, 3).reshape(num_tokens, heads, -1)
 
 
 def paged_attention(
@@ -164,6 +166,27 @@ def _decode_row(codes, scales, zeros, table, kind, fp16, p, h, i, row):  # type:
                     pair = np.int64(codes[p, h, i, d >> 1])
                     row[d] = (table[pair & 15] - zero) * scale
                     row[d + 1] = (table[pair >> 4] - zero) * scale
+
+
+def read_rows(pages: KVPages, block_table: Array, length: int) -> Array:
+    """What `read_kv_pages` gives, compiled."""
+    heads, columns = pages.codes.shape[1], pages.codes.shape[3]
+    width = 2 * columns if _KINDS[pages.format] == 3 else columns
+    out = np.empty((length, heads, width), np.float32)
+    run = partial(_read_rows, *_decoder(pages), FP16_VALUES, block_table, out)
+    parallel_ranges(length, out.size, run)
+    return out
+
+
+@jit
+def _read_rows(codes, scales, zeros, table, kind, fp16, pages, out, first, last):  # type: ignore[no-untyped-def]
+    """Tokens first to last of out [L, heads, D]."""
+    page_size = codes.shape[2]
+    for j in range(first, last):
+        for h in range(out.shape[1]):
+            page = pages[j // page_size]
+            row = out[j, h]
+            _decode_row(codes, scales, zeros, table, kind, fp16, page, h, j % page_size, row)
 
 
 @jit

@@ -82,6 +82,20 @@ def linear(x: Array, w: QuantTensor, bias: Array | None = None, expert: int | No
     return y
 
 
+def decoded(w: QuantTensor) -> Array:
+    """A weight `[N, K]`, prepared or not, as float32."""
+    if w.layout != TILES:
+        return w.dequantize()
+    decode = _decode_float_tiles if w.format in _FLOAT_CODES else _decode_int8_tiles
+    arguments, block = _kernel_arguments(w, None), np.empty(w.codes.shape, np.float32)
+
+    def run(first: int, last: int) -> None:
+        decode(w.codes[first:last], w.scales[first:last], *arguments, block[first:last])
+
+    parallel_ranges(len(block), block.size, run)
+    return np.swapaxes(block, 1, 2).reshape(-1, block.shape[1])[: w.shape[0]]
+
+
 def _short_sums(x: np.ndarray, block: np.ndarray) -> np.ndarray:
     """x `[T, K]` times block `[..., K, N]` -> `[..., T, N]`, summed in runs of PRODUCT_COLUMNS: a
     float32 sum over all of K would lose a bit or two more."""

@@ -9,7 +9,7 @@ from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.ops.linear import linear
 from npmoe.ops.norm import rms_norm
 from npmoe.ops.quantize import KVPages, write_kv_pages
-from npmoe.ops.rope import rotate
+from npmoe.ops.rope import rotate, split_pairs
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,7 @@ def _heads(x: Array, head_dim: int) -> Array:
 
 def _halves(x: Array, rotary_dim: int) -> Array:
     """x `[T, heads, D]` with the even rotary elements of each head before the odd ones."""
-    turned = x[..., :rotary_dim]
-    return np.concatenate([turned[..., ::2], turned[..., 1::2], x[..., rotary_dim:]], axis=-1)
+    return np.concatenate([split_pairs(x[..., :rotary_dim]), x[..., rotary_dim:]], axis=-1)
 
 
 def _norm(x: Array, weight: Array | None, eps: float) -> Array:

@@ -53,15 +53,11 @@ def _llama3(base: Array, rope: RopeConfig, max_positions: int) -> Array:
 def _yarn(powers: Array, rope: RopeConfig, dim: int, max_positions: int) -> tuple[Array, float]:
     original = rope.original_max_position_embeddings or max_positions
     factor = rope.factor or max_positions / original
-
-    def mscale(scale: float, m: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * m * math.log(scale) + 1.0
-
     attention = rope.attention_factor
     if attention is None and rope.mscale and rope.mscale_all_dim:
-        attention = mscale(factor, rope.mscale) / mscale(factor, rope.mscale_all_dim)
+        attention = _mscale(factor, rope.mscale) / _mscale(factor, rope.mscale_all_dim)
     elif attention is None:
-        attention = mscale(factor)
+        attention = _mscale(factor)
 
     def correction_dim(rotations: float) -> float:
         turns = original / (rotations * 2 * math.pi)
@@ -76,6 +72,19 @@ def _yarn(powers: Array, rope: RopeConfig, dim: int, max_positions: int) -> tupl
     keep = (1 - ramp).astype(np.float32)
     frequencies = 1 / (np.float32(factor) * powers) * (1 - keep) + 1 / powers * keep
     return frequencies.astype(np.float32)[None], float(attention)
+
+
+def _mscale(factor: float, m: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
+
+
+def yarn_score_factor(rope: RopeConfig, max_positions: int) -> float:
+    """What multi-head latent attention multiplies its scores by: m^2 with yarn's `mscale_all_dim`,
+    1 without. cos and sin cannot carry it, as a part of each head does not turn."""
+    if rope.rope_type != "yarn" or not rope.mscale_all_dim:
+        return 1.0
+    original = rope.original_max_position_embeddings or max_positions
+    return _mscale(rope.factor or max_positions / original, rope.mscale_all_dim) ** 2
 
 
 def _longrope(powers: Array, rope: RopeConfig, max_positions: int) -> tuple[Array, float]:
@@ -107,6 +116,11 @@ def rope_ref(x: Array, cos: Array, sin: Array) -> Array:
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     c, s = cos[:, None], sin[:, None]
     return np.concatenate([first * c - second * s, second * c + first * s, rest], axis=-1)
+
+
+def split_pairs(x: Array) -> Array:
+    """Pairs that are neighbours, (0, 1), (2, 3), ..., as pairs of halves: `[..., R]` copied."""
+    return np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> None:

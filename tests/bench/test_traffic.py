@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from npmoe.bench.random_model import random_cache, random_weights
-from npmoe.bench.subject import Subject, named_shape
+from npmoe.bench.subject import Subject, checkpoint, named_shape
 from npmoe.bench.traffic import Traffic, address, step_traffic
 from npmoe.config import KVCacheConfig
-from npmoe.kv.storage import KVCache
+from npmoe.models.cache import ModelCache
+from tests.helpers import GOLDEN
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def tiny(tiny_shape: None) -> Subject:
 
 def made(
     subject: Subject, weights: str, kv: str, batch: int, context: int
-) -> tuple[Traffic, dict[str, Any], KVCache]:
+) -> tuple[Traffic, dict[str, Any], ModelCache]:
     formats = subject.formats(dict.fromkeys(("experts", "attention", "lm_head"), weights))
     arrays = random_weights(subject.parameters, formats, "cpu")
     cache = random_cache(subject.spec, KVCacheConfig(kv, kv), 8, 16, "cpu")
@@ -63,6 +64,15 @@ def test_a_window_bounds_what_is_read(tiny: Subject) -> None:
     traffic, _, cache = made(replace(tiny, spec=spec), "bf16", "bf16", 1, 100)
     assert traffic.of([cache.layers[0][0].codes]) == 100 * 64 * 2
     assert traffic.of([cache.layers[1][0].codes]) == 32 * 64 * 2
+
+
+def test_latents_and_rope_keys_are_counted_at_their_widths() -> None:
+    traffic, _, cache = made(checkpoint(GOLDEN / "deepseek_v3"), "bf16", "bf16", 2, 100)
+    rope_keys, latents = cache.layers[1]
+    assert traffic.of([rope_keys.codes]) == 2 * 100 * 16 * 2
+    assert traffic.of([latents.codes]) == 2 * 100 * 32 * 2
+    assert (latents.codes[3] == latents.codes[0]).all()
+    assert latents.codes.any()
 
 
 def test_pages_are_filled(tiny: Subject) -> None:

@@ -88,6 +88,21 @@ QWEN3_5_TEXT = without(v5(QWEN3_NEXT), "intermediate_size") | {
     "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25,
         "mrope_interleaved": True, "mrope_section": [2, 1, 1]}}
+LATENT = BASE | {
+    "num_key_value_heads": 4, "intermediate_size": 96,
+    "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "n_shared_experts": 1, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16, "v_head_dim": 20, "attention_bias": False}
+DEEPSEEK_V2 = LATENT | {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
+    "first_k_dense_replace": 1, "norm_topk_prob": False}
+DEEPSEEK_V3 = LATENT | {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+GLM4_MOE_LITE = LATENT | {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
+SIGMOID_HUB = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+V5_HEADS = {"head_dim": 16, "qk_head_dim": 40}  # what transformers 5 writes: the rotary part, all
 # Old checkpoints name none of these.
 NEWER = ("attention_bias", "head_dim", "mlp_bias", "num_key_value_heads")
 
@@ -152,6 +167,39 @@ CASES: dict[str, Config] = {
         "intermediate_size": 96, "head_dim": 32, "attention_bias": True, "rope_theta": 1000000.0,
         "rope_scaling": None, "use_sliding_window": True, "max_window_layers": 1,
         "sliding_window": 16, "tie_word_embeddings": True, "rms_norm_eps": 1e-06},
+    "deepseek_v2": DEEPSEEK_V2 | {
+        "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy", "n_group": 1,
+        "topk_group": 1, "scoring_func": "softmax", "routed_scaling_factor": 1.0, "ep_size": 1,
+        "aux_loss_alpha": 0.001, "seq_aux": True, "moe_layer_freq": 1, "rope_theta": 10000,
+        "rope_scaling": without(YARN, "rope_type") | {
+            "type": "yarn", "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
+            "mscale_all_dim": 1.4}},
+    "deepseek_v2_v5": v5(DEEPSEEK_V2) | V5_HEADS | {
+        "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 2.5, "attention_bias": True, "first_k_dense_replace": 2,
+        "num_hidden_layers": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}},
+    "deepseek_v3": DEEPSEEK_V3 | SIGMOID_HUB | {
+        "num_experts_per_tok": 4, "n_group": 4, "topk_group": 3, "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True, "ep_size": 1, "moe_layer_freq": 1, "rope_theta": 10000,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": without(YARN, "rope_type") | {
+            "type": "yarn", "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+            "mscale_all_dim": 1.0}},
+    "deepseek_v3_v5": v5(DEEPSEEK_V3) | V5_HEADS | {
+        "q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
+        "norm_topk_prob": False, "rope_interleave": False, "attention_bias": True,
+        "tie_word_embeddings": True, "n_shared_experts": 2, "num_hidden_layers": 2,
+        "rope_parameters": YARN | {"rope_theta": 2e4, "mscale_all_dim": 0.8}},
+    "glm4_moe_lite": GLM4_MOE_LITE | {
+        "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8,
+        "norm_topk_prob": True, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0, "rope_theta": 1000000, "rope_scaling": None,
+        "rms_norm_eps": 0.001},
+    "glm4_moe_lite_v5": v5(GLM4_MOE_LITE) | V5_HEADS | {
+        "mlp_layer_types": ["sparse", "dense", "sparse"], "num_hidden_layers": 3,
+        "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1,
+        "routed_scaling_factor": 2.5, "norm_topk_prob": False, "attention_bias": True,
+        "rope_interleave": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "glm4_moe": GROUPED | {
         "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True,
         "head_dim": 32, "use_qk_norm": True, "partial_rotary_factor": 0.5, "rope_theta": 20000.0,
@@ -295,6 +343,21 @@ OTHERS: dict[str, dict[str, list[Any]]] = {
                  "layer_types": [["full_attention"] * 2, ["full_attention", "sliding_attention"]]},
     "qwen3": {"use_sliding_window": [False], "max_window_layers": [0, 2, 3],
               "sliding_window": [15, 17], "attention_bias": [False], "rope_theta": [1e4]},
+    "deepseek_v2": {"rope_theta": [2e4], "num_experts_per_tok": [2], "first_k_dense_replace": [0],
+                    **{f"rope_scaling.{key}": values for key, values in (
+                        ("factor", [2.0]), ("mscale", [1.4]), ("mscale_all_dim", [0.707, None]))}},
+    "deepseek_v2_v5": {"topk_method": ["greedy"], "n_group": [2], "topk_group": [1, 3],
+                       "routed_scaling_factor": [1.0], "attention_bias": [False],
+                       "rope_parameters.rope_theta": [1e4]},
+    "deepseek_v3": {"topk_group": [2, 4], "routed_scaling_factor": [1.0],
+                    "norm_topk_prob": [False], "num_experts_per_tok": [3], "rope_theta": [2e4],
+                    "rope_interleave": [False], "rope_scaling.mscale_all_dim": [0.5, None]},
+    "deepseek_v3_v5": {"rope_interleave": [True], "norm_topk_prob": [True], "n_group": [2],
+                       "attention_bias": [False], "rope_parameters.mscale_all_dim": [None]},
+    "glm4_moe_lite": {"routed_scaling_factor": [1.0], "norm_topk_prob": [False],
+                      "rms_norm_eps": [1e-5], "rope_theta": [1e4], "rope_interleave": [False]},
+    "glm4_moe_lite_v5": {"n_group": [1], "topk_group": [2], "norm_topk_prob": [True],
+                         "rope_interleave": [False], "attention_bias": [False]},
     "glm4_moe": {"n_group": [2], "topk_group": [3, 4], "routed_scaling_factor": [1.0],
                  "norm_topk_prob": [False], "num_experts_per_tok": [2], "attention_bias": [False],
                  "use_qk_norm": [False], "partial_rotary_factor": [0.25, 1.0],

@@ -48,9 +48,12 @@ def gap_of(config: object, logits: torch.Tensor, bias: torch.Tensor | None) -> f
         keys *= logits.shape[-1] if is_softmax else 1
     gap = math.inf
     groups = getattr(config, "n_group", None) or 1
+    is_v2 = config.model_type == "deepseek_v2"
+    if is_v2 and config.topk_method == "greedy":
+        groups = 1
     if groups > 1:
         members = keys.unflatten(-1, (groups, -1))
-        scores = members.topk(2).values.sum(-1)
+        scores = members.topk(1 if is_v2 else 2).values.sum(-1)
         best = scores.topk(config.topk_group + 1)
         gap = float((best.values[:, -2] - best.values[:, -1]).min())
         is_best = torch.zeros_like(scores, dtype=torch.bool)

@@ -95,6 +95,27 @@ def test_bytes_per_token_by_hand() -> None:
     assert kv_bytes_per_token(KVCacheConfig("fp8", "int4_asym"), 8, 128) == 1024 + 64 + 512 + 96
 
 
+def test_keys_and_values_of_different_width() -> None:
+    """A rope key of 64 and a latent of 512, one head, as DeepSeek-V3 has in each of 61 layers."""
+    config = KVCacheConfig("bf16", "fp4")
+    cache = KVCache(3, 5, 8, 1, (64, 512), config)
+    keys, values = cache.layers[2]
+    assert keys.codes.shape == (5, 1, 8, 64)
+    assert values.codes.shape == (5, 1, 8, 256)
+    assert values.scales.shape == (5, 1, 8, 16)
+    assert kv_bytes_per_token(config, 1, (64, 512)) == 2 * 64 + 256 + 2 * 16
+    assert cache.nbytes == kv_bytes_per_token(config, 1, (64, 512)) * 3 * 5 * 8
+    assert 61 * kv_bytes_per_token(KVCacheConfig(), 1, (64, 512)) == 61 * 2 * 576
+
+
+def test_the_width_that_a_group_does_not_divide_is_named() -> None:
+    with pytest.raises(UnsupportedModel, match=r"fp8: head_dim = 16 .*group_size = 32; .*16$"):
+        KVCache(1, 1, 16, 1, (16, 32), KVCacheConfig("fp8", "fp4"))
+    with pytest.raises(UnsupportedModel, match=r"int8: head_dim = 40 .*use fp32 or bf16"):
+        KVCache(1, 1, 16, 1, (16, 40), KVCacheConfig("bf16", "int8"))
+    assert KVCache(1, 1, 16, 1, (16, 32), KVCacheConfig("bf16", "fp4")).nbytes > 0
+
+
 def test_a_group_that_does_not_divide_head_dim_is_refused_with_what_would_fit() -> None:
     with pytest.raises(
         UnsupportedModel, match=r"fp4.*head_dim = 80.*group_size = 32.*group_size 16"

@@ -57,6 +57,13 @@ def test_attention(change: dict[str, Any], words: str) -> None:
         check_decode_spec(model(attention=replace(ATTENTION, **change)))
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_latent_attention(name: str) -> None:
+    _, spec, _ = read_model(CASES[name], "config.json")
+    with pytest.raises(UnsupportedModel, match="kernel yet for multi-head latent attention"):
+        check_decode_spec(spec)
+
+
 @pytest.mark.parametrize(
     ("mlp", "words"),
     [

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from npmoe.ops.attention import paged_attention, paged_attention_ref
-from npmoe.ops.quantize import KVPages, write_kv_pages
+from npmoe.ops.attention import paged_attention, paged_attention_ref, read_rows
+from npmoe.ops.quantize import KVPages, read_kv_pages, write_kv_pages
 from tests.cases import ATTENTION, KV_PAIRS, AttentionCase
 from tests.helpers import by_name, make_pages, normal, relative_error
 
@@ -84,6 +84,14 @@ def attend(attention, q: np.ndarray, k: np.ndarray, v: np.ndarray, **options) ->
     """q `[T, heads, D]` are the last T positions of k, v `[L, 1, D]`."""
     arguments = (*one_sequence(k, v), np.array([0, len(q)]), np.array([len(k)]))
     return attention(q, *arguments, scale=1.0, **options)
+
+
+@pytest.mark.parametrize("kv_format", sorted({name for pair in KV_PAIRS for name in pair}))
+def test_compiled_reading_gives_what_the_definition_gives(kv_format: str) -> None:
+    filled = Filled(AttentionCase("", (40,), (3,), page_size=4), (kv_format, "fp32"))
+    for length in (1, 4, 43):
+        got = read_rows(filled.k_pages, filled.table[0], length)
+        np.testing.assert_array_equal(got, read_kv_pages(filled.k_pages, filled.table[0], length))
 
 
 @both

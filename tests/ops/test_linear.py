@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from npmoe.formats import QuantTensor, quantize
-from npmoe.ops.linear import TILES, linear, linear_ref, prepare_linear
+from npmoe.ops.linear import TILES, decoded, linear, linear_ref, prepare_linear
 from tests.cases import FOUR_BIT, LINEAR, WEIGHT_FORMATS, LinearCase
 from tests.helpers import by_name, normal, relative_error
 
@@ -26,6 +26,17 @@ def test_agrees_with_the_definition(case: LinearCase, format: str) -> None:
         want = linear_ref(x, w if expert is None else w[expert], bias)
         assert (got.shape, got.dtype) == ((case.num_tokens, case.rows), np.float32)
         assert relative_error(got, want) < 2e-6
+
+
+@formats
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (70, 96), (7, 32)])
+def test_a_prepared_matrix_is_decoded_to_its_values(format: str, rows: int, columns: int) -> None:
+    w = quantize(normal(rows, columns), format)
+    got = decoded(prepare_linear(w))
+    assert (got.shape, got.dtype) == ((rows, columns), np.float32)
+    # nvfp4 multiplies its three factors in another order.
+    np.testing.assert_allclose(got, w.dequantize(), rtol=3e-7, atol=0)
+    np.testing.assert_array_equal(decoded(w), w.dequantize())
 
 
 @formats

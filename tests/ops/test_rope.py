@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from npmoe.config import RopeConfig
-from npmoe.ops.rope import rope_cos_sin, rope_frequencies, rope_ref, rotate
+from npmoe.ops.rope import (
+    rope_cos_sin,
+    rope_frequencies,
+    rope_ref,
+    rotate,
+    split_pairs,
+    yarn_score_factor,
+)
 from tests.helpers import normal
 
 
@@ -31,6 +38,32 @@ def test_elements_past_the_rotary_dimension_stay(rope) -> None:
     x = np.array([[[1, 2, 3, 4]]], np.float32)
     cos, sin = np.zeros((1, 1), np.float32), np.ones((1, 1), np.float32)
     assert rope(x, cos, sin).tolist() == [[[-2, 1, 3, 4]]]
+
+
+def test_neighbours_turn_as_pairs_once_they_are_split() -> None:
+    # A turn by 90 degrees sends the neighbours (1, 2) to (-2, 1) and (3, 4) to (-4, 3).
+    x = np.array([[[1, 2, 3, 4]]], np.float32)
+    assert split_pairs(x).tolist() == [[[1, 3, 2, 4]]]
+    zeros, ones = np.zeros((1, 2), np.float32), np.ones((1, 2), np.float32)
+    assert turned(split_pairs(x), zeros, ones).tolist() == [[[-2, -4, 1, 3]]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"mscale_all_dim": 1.0}, (0.1 * math.log(40) + 1) ** 2),
+        ({"mscale_all_dim": 0.707, "mscale": 1.0}, (0.0707 * math.log(40) + 1) ** 2),
+        ({"mscale_all_dim": 1.0, "factor": None}, (0.1 * math.log(16) + 1) ** 2),
+        ({"mscale_all_dim": 1.0, "factor": 1.0}, 1.0),
+        ({"mscale": 1.0}, 1.0),
+        ({"mscale_all_dim": 0.0}, 1.0),
+        ({"mscale_all_dim": 1.0, "rope_type": "default"}, 1.0),
+    ],
+)
+def test_yarn_scales_the_scores_of_latent_attention(changes, expected: float) -> None:
+    rope = RopeConfig("yarn", factor=40.0, original_max_position_embeddings=4096)
+    factor = yarn_score_factor(replace(rope, **changes), max_positions=16 * 4096)
+    assert factor == pytest.approx(expected, rel=1e-12)
 
 
 def test_every_head_of_a_token_turns_alike() -> None:
