@@ -1,5 +1,7 @@
 """What a model keeps of its sequences, layer by layer."""
 
+from dataclasses import replace
+
 import pytest
 
 from npmoe.config import KVCacheConfig
@@ -28,6 +30,22 @@ def test_without_states_the_layers_are_the_pages() -> None:
     cache = cache_of("qwen3_moe")
     assert cache.layers is cache.pages
     cache.copy_state(0, 1)  # nothing to copy
+
+
+def test_latent_layers_have_pages_of_two_widths() -> None:
+    """Rope key of 16 and latent of 32 elements; also where other layers keep states."""
+    latent = read_model(CASES["deepseek_v3"], "")[1].layers[0].attention
+    cache = cache_of("deepseek_v3")
+    assert cache.layers is cache.pages
+    assert [p.codes.shape for p in cache.pages[1]] == [(5, 1, 4, 16), (5, 1, 4, 32)]
+    spec = read_model(CASES["qwen3_next"], "")[1]
+    first, second, last = spec.layers
+    mixed = replace(spec, layers=(first, replace(second, attention=latent), last))
+    assert (mixed.num_kv_layers, mixed.num_kv_heads, mixed.rope_dim) == (1, 1, 16)
+    assert token_bytes(mixed, FP32) == (16 + 32) * 4
+    cache = ModelCache(mixed, 5, 4, FP32)
+    assert [isinstance(layer, RecurrentState) for layer in cache.layers] == [True, False, True]
+    assert [p.codes.shape[-1] for p in cache.pages[0]] == [16, 32]
 
 
 def test_a_state_is_copied_and_a_page_is() -> None:
