@@ -340,7 +340,7 @@ def read_parameter(opened: OpenModel, parameter: Parameter) -> Any:
         parts = [p if p.format == target else quantize(p.dequantize(), target) for p in parts]
         groups.append(concatenate_rows(parts))
     if parameter.group_rows:
-        return groups[0].map_arrays(lambda a: _parts_together(a, parameter.group_rows))
+        return regrouped(groups[0], parameter.group_rows, parameter.name)
     return stack(groups) if parameter.stacked else groups[0]
 
 
@@ -365,6 +365,31 @@ def _read_fused(opened: OpenModel, parameter: Parameter) -> Any:
     if parameter.interleaved:
         w = w.map_arrays(lambda a: _gate_first(a, axis=-2))
     return w
+
+
+def regrouped(w: QuantTensor, group_rows: tuple[int, ...], name: str) -> QuantTensor:
+    """A matrix whose rows come in groups of so many of each part, as all rows of the first part,
+    then of the next.
+
+    Raises UnsupportedModel, with the name, where a scale belongs to rows of two parts.
+    """
+    block_rows = w.block[0]
+
+    def arranged(a: np.ndarray, rows: int) -> np.ndarray:
+        if a.ndim == 0 or len(a) == 1:  # one for all rows
+            return a
+        if any(count % rows for count in group_rows):
+            raise UnsupportedModel(
+                f"{name}: one scale for {rows} rows does not go with parts of "
+                f"{', '.join(map(str, group_rows))} rows that take turns"
+            )
+        return _parts_together(a, tuple(count // rows for count in group_rows))
+
+    shared = ("scales", "zeros")
+    found: dict[str, Any] = {
+        n: arranged(a, block_rows if n in shared else 1) for n, a in w.arrays().items()
+    }
+    return replace(w, **found)
 
 
 def _parts_together(a: np.ndarray, group_rows: tuple[int, ...]) -> np.ndarray:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (teaches safetensors bf16)
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from npmoe.config import ConfigReader, KVCacheConfig
 from npmoe.errors import CheckpointError, UnsupportedModel
+from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models import qwen3_next
 from npmoe.models.convert import convert_checkpoint
 from npmoe.models.decode import check_decode_spec
@@ -20,7 +21,7 @@ from npmoe.models.families import read_model
 from npmoe.models.loader import load_model
 from npmoe.models.memory import need_of
 from npmoe.models.specs import AttentionSpec, DeltaNetSpec
-from npmoe.models.stored import open_model, read_parameter
+from npmoe.models.stored import open_model, read_parameter, regrouped
 from npmoe.models.summary import describe, summarize
 from tests.golden.golden_cases import CASES, without
 from tests.helpers import GOLDEN, golden_arrays, golden_model, logits_in_chunks, relative_error
@@ -223,3 +224,24 @@ def test_a_head_that_is_called_tied_and_differs_counts(make: Callable[..., Path]
     config = CASES["qwen3_5_moe"] | {"tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(config))
     assert not open_model(folder).spec.tied
+
+
+def blocked(block_rows: int) -> QuantTensor:
+    """Eight rows in two groups of (2, 2); row r holds r, times 100 from the second block on."""
+    codes = np.repeat(np.arange(8, dtype=np.float32)[:, None], 2, axis=1)
+    scales = np.float32([[1 if r < block_rows else 100] for r in range(0, 8, block_rows)])
+    fp8 = codes.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return QuantTensor("fp8", codes.shape, fp8, scales, block=(block_rows, 2))
+
+
+@pytest.mark.parametrize("block_rows", [2, 8])
+def test_scales_of_blocks_go_with_their_rows(block_rows: int) -> None:
+    found = regrouped(blocked(block_rows), (2, 2), "w").dequantize()[:, 0]
+    factor = 100 if block_rows == 2 else 1
+    expected = np.array([0, 1, 4, 5, 2, 3, 6, 7]) * np.where([1, 1, 0, 0, 0, 0, 0, 0], 1, factor)
+    assert (found == expected).all()
+
+
+def test_a_scale_for_rows_of_two_parts_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="w: one scale for 4 rows does not go with parts"):
+        regrouped(blocked(4), (2, 2), "w")
