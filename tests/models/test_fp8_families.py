@@ -1,4 +1,4 @@
-"""Families that are published in FP8 with a scale a block: in that form, read as their values are."""
+"""Families that are published in FP8 with a scale a block: read in that form as their values."""
 
 import json
 import re
