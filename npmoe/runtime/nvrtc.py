@@ -90,8 +90,17 @@ def collected() -> Iterator[set[Wanted]]:
 
 def compile_all(wanted: Iterable[Wanted]) -> None:
     """Makes kernels ready, several at a time. Raises what `kernel` raises."""
+    everything = list(wanted)
+    if not everything:
+        return
+    device = cupy().cuda.Device().id
+
+    def compile_one(arguments: Wanted) -> None:
+        cupy().cuda.Device(device).use()  # a new thread has no context yet
+        _kernel(*arguments)
+
     with ThreadPoolExecutor(cpu_threads()) as pool:
-        list(pool.map(lambda arguments: _kernel(*arguments), wanted))
+        list(pool.map(compile_one, everything))
 
 
 def kernel(stem: str, name: str, **macros: int) -> Any:

@@ -163,11 +163,15 @@ def _cupy(gpu: FakeGPU) -> ModuleType:
     module = ModuleType("cupy")
     attributes = {"MultiProcessorCount": 3, "MaxSharedMemoryPerBlockOptin": 227 << 10}
     the_device = SimpleNamespace(
-        attributes=attributes, compute_capability="90", id=0, synchronize=lambda: None
+        attributes=attributes,
+        compute_capability="90",
+        id=0,
+        synchronize=lambda: None,
+        use=lambda: None,
     )
     Stream.null = SimpleNamespace(synchronize=lambda: None)  # type: ignore[attr-defined]
     cuda = SimpleNamespace(
-        Device=lambda: the_device,
+        Device=lambda device=0: the_device,
         Stream=Stream,
         Event=Event,
         alloc_pinned_memory=bytearray,
