@@ -18,12 +18,11 @@
 // Grid of store_kv: (2 KV_HEADS, seqs) blocks of D / 2 threads, keys first.
 // Grid of attention: (splits, KV_HEADS, seqs) blocks of 32 WARPS threads, splits a multiple of CLUSTER
 // and at most 32 CLUSTER. A split takes the next ceil(len / splits) tokens, rounded up to CHUNK, at
-// least LEAST (or twice that, where one cluster would not do); its
-// warps take turns at chunks of CHUNK tokens, each on its own: a ring of STAGES chunks in shared memory
-// filled by asynchronous copies, a running maximum, sums in registers. Then the warps of a block are
-// combined through shared memory, the CLUSTER splits of a cluster too, each block for its share of
-// the outputs; where there are several clusters a head, the last block to arrive combines their
-// shares.
+// least LEAST (or twice that, where one cluster would not do); its warps take turns at chunks of CHUNK
+// tokens, each on its own: a ring of STAGES chunks in shared memory filled by asynchronous copies, a
+// running maximum, sums in registers. Then the warps of a block are combined through shared memory,
+// the CLUSTER splits of a cluster too, each block for its share of the outputs; where there are
+// several clusters a head, the last block to arrive combines their shares.
 // Dynamic shared memory: WARPS STAGES STAGE_BYTES; STAGE_BYTES as npmoe/models/stream.py counts it:
 // CHUNK rows of K and of V, each 16 bytes longer than its codes, and their scales.
 // Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT,
@@ -226,7 +225,7 @@ __device__ __forceinline__ void mix(float (&mixed)[D / 16][4], const u8* stage, 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * HALVES)
+extern "C" __global__ void __launch_bounds__(32 * PIECES)
 store_kv(const float* projected, const float* __restrict__ k_norm,
          const float2* __restrict__ cos_sin, u8* k_codes, __half* k_scales, u8* v_codes,
          __half* v_scales, const int* block_table, const int* seq_lens, int max_pages, float eps) {
@@ -313,8 +312,8 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
 
   const float* mine = projected + static_cast<size_t>(seq) * (HEADS + 2 * KV_HEADS) * D;
 #pragma unroll 1
-  for (int task = warp; newest && task < 2 * HALVES; task += WARPS)
-    store_new(mine, pages, length, task < HALVES, task % HALVES, k_factors, k_norm, eps, new_token);
+  for (int task = warp; newest && task < 2 * PIECES; task += WARPS)
+    store_new(mine, pages, length, task < PIECES, task % PIECES, k_factors, k_norm, eps, new_token);
 #pragma unroll 1
   for (int h = WARPS - 1 - warp; h < 8; h += WARPS) {  // last the warps that store
     float v[D / 32] = {};

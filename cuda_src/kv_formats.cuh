@@ -56,13 +56,13 @@ __device__ __forceinline__ float group_max(float v, int width) {
   return v;
 }
 
-// Quantises 64 elements of a head, the half-th 64, by a warp: lane l holds elements 2 l (lo) and
+// Quantises one piece of a head, its piece-th 64 elements, by a warp: lane l holds elements 2 l (lo) and
 // 2 l + 1 (hi) of them. codes, scales: the token's row in its page; near_codes, near_scales: a second
 // place for the same.
 template <int FORMAT>
-__device__ __forceinline__ void store_half(void* codes, __half* scales, void* near_codes,
-                                           __half* near_scales, int half, float lo, float hi) {
-  int lane = threadIdx.x & 31, at = half * 32 + lane;  // index of the pair
+__device__ __forceinline__ void store_piece(void* codes, __half* scales, void* near_codes,
+                                           __half* near_scales, int piece, float lo, float hi) {
+  int lane = threadIdx.x & 31, at = piece * 32 + lane;  // index of the pair
   if constexpr (FORMAT == KV_BF16) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
     reinterpret_cast<__nv_bfloat162*>(codes)[at] = pair;

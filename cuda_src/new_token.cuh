@@ -17,7 +17,7 @@ constexpr int D = HEAD_DIM, GROUPS = D / 32;
 constexpr bool K_SCALED = KV<K_FORMAT>::SCALED, V_SCALED = KV<V_FORMAT>::SCALED;
 constexpr int K_ROW = D * KV<K_FORMAT>::BITS / 8, V_ROW = D * KV<V_FORMAT>::BITS / 8;  // bytes
 
-// What a lane needs for norm and rotary, spread as store_half wants the elements.
+// What a lane needs for norm and rotary, spread as store_piece wants the elements.
 struct HeadFactors {
   float norm[D / 32];
   float2 turn[2];
@@ -86,21 +86,22 @@ struct NewToken {
   __half k_scales[4], v_scales[4];
 };
 
-// One warp's share of storing a new token: half of its key or of its value, 64 elements.
-constexpr int HALVES = D / 64;
+// One warp's share of storing a new token: one of the PIECES of 64 elements of its key or of its
+// value.
+constexpr int PIECES = D / 64;
 __device__ __forceinline__ void store_new(const float* projected, const Pages& pages, int length,
-                                          bool key, int half, const HeadFactors& factors, bool normed,
+                                          bool key, int piece, const HeadFactors& factors, bool normed,
                                           float eps, NewToken& near) {
   float v[D / 32];
   load_head(v, projected + (HEADS + (key ? 0 : KV_HEADS) + pages.kv_head) * D);
   size_t row = pages.row(__ldg(pages.table + (length - 1) / PAGE), length - 1);
   if (key) turn_head(v, factors, normed, eps);
   float a = v[0], b = v[1];
-  if (half) a = v[D / 32 - 2], b = v[D / 32 - 1];
+  if (piece) a = v[D / 32 - 2], b = v[D / 32 - 1];
   if (key)
-    store_half<K_FORMAT>(pages.k_codes + row * K_ROW, pages.k_scales + row * GROUPS, near.k,
-                         near.k_scales, half, a, b);
+    store_piece<K_FORMAT>(pages.k_codes + row * K_ROW, pages.k_scales + row * GROUPS, near.k,
+                         near.k_scales, piece, a, b);
   else
-    store_half<V_FORMAT>(pages.v_codes + row * V_ROW, pages.v_scales + row * GROUPS, near.v,
-                         near.v_scales, half, a, b);
+    store_piece<V_FORMAT>(pages.v_codes + row * V_ROW, pages.v_scales + row * GROUPS, near.v,
+                         near.v_scales, piece, a, b);
 }

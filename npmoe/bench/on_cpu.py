@@ -12,7 +12,7 @@ from npmoe.config import KVCacheConfig
 from npmoe.models.cache import ModelCache
 from npmoe.models.layers import CausalLM
 from npmoe.models.specs import ModelSpec
-from npmoe.ops.sample import sample_ref
+from npmoe.ops.sample import Chooser
 from npmoe.sampling import SamplingParams
 
 TOP_P = SamplingParams(temperature=1.0, top_p=0.9, seed=0).resolve({})
@@ -45,8 +45,7 @@ def step_ms(model: CausalLM, cache: ModelCache, batch: Batch) -> dict[str, float
     """Way of choosing the next token -> median milliseconds of a step."""
 
     def step(params: SamplingParams) -> list[int]:
-        chosen = params.temperature, params.top_k, params.top_p, params.min_p, params.seed
-        logits = model.forward(batch, cache.layers)
-        return [sample_ref(row, *chosen, position=0) for row in logits]  # type: ignore[arg-type]
+        chooser = Chooser(params, [0], 1, 0, 0, frozenset())
+        return [chooser.choose(row) for row in model.forward(batch, cache.layers)]
 
     return {"greedy": call_ms(partial(step, GREEDY)), "top_p": call_ms(partial(step, TOP_P))}

@@ -1,5 +1,7 @@
 """olmoe: routed experts on every layer, q and k normed over the whole projection, then clipped."""
 
+from typing import Any
+
 from npmoe.config import ConfigReader, ModelConfig, read_common, read_rope
 from npmoe.models import llama
 from npmoe.models.specs import ModelSpec
@@ -7,23 +9,30 @@ from npmoe.models.specs import ModelSpec
 parameters = llama.parameters
 
 
-def read_config(reader: ConfigReader) -> ModelConfig:
-    """The config.json of an olmoe checkpoint."""
+def layer_fields(reader: ConfigReader) -> dict[str, Any]:
+    """What olmoe and flex_olmo say alike of their layers, as fields of ModelConfig."""
     layers = reader.take_int("num_hidden_layers")
     width = reader.take_int("intermediate_size")
     reader.expect("partial_rotary_factor", 1, 1.0)
+    return {
+        "intermediate_size": width,
+        "attention_bias": bool(reader.take("attention_bias", default=False)),
+        "layer_is_moe": (True,) * layers,
+        "num_experts": reader.take_int("num_experts", "num_local_experts"),
+        "num_experts_per_tok": reader.take_int("num_experts_per_tok"),
+        "moe_intermediate_size": width,
+        "norm_topk_prob": bool(reader.take("norm_topk_prob", default=False)),
+    }
+
+
+def read_config(reader: ConfigReader) -> ModelConfig:
+    """The config.json of an olmoe checkpoint."""
     return read_common(
         reader,
-        intermediate_size=width,
         rms_norm_eps=reader.take_number("rms_norm_eps", default=1e-5),
-        attention_bias=bool(reader.take("attention_bias", default=False)),
         clip_qkv=reader.take_number("clip_qkv", default=None),
         rope=read_rope(reader),
-        layer_is_moe=(True,) * layers,
-        num_experts=reader.take_int("num_experts", "num_local_experts"),
-        num_experts_per_tok=reader.take_int("num_experts_per_tok"),
-        moe_intermediate_size=width,
-        norm_topk_prob=bool(reader.take("norm_topk_prob", default=False)),
+        **layer_fields(reader),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from npmoe.errors import CheckpointError, UnsupportedModel
 from npmoe.models.convert import convert_checkpoint
@@ -24,24 +24,6 @@ from tests.helpers import GOLDEN, golden_arrays, golden_model, logits_in_chunks,
 HUB = CASES["gpt_oss"]
 BLOCK = "model.layers.0.mlp.experts."
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-
-Change = Callable[[dict[str, np.ndarray]], Any]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Path]:
-    """Copies a golden checkpoint, with its tensors and config changed."""
-
-    def build(name: str, change: Change = lambda tensors: None, **config: Any) -> Path:
-        folder = Path(shutil.copytree(GOLDEN / name, tmp_path / name))
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors")
-        raw = json.loads((folder / "config.json").read_text()) | config
-        (folder / "config.json").write_text(json.dumps(raw))
-        return folder
-
-    return build
 
 
 def read_by_name(opened: OpenModel, name: str) -> Any:

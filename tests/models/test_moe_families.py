@@ -1,15 +1,12 @@
 """Families with selection biases, shared experts and scales: names, defaults, what is refused."""
 
-import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from npmoe.errors import CheckpointError, UnsupportedModel
 from npmoe.models.convert import convert_checkpoint
@@ -23,23 +20,6 @@ from tests.golden.golden_cases import CASES, without
 from tests.helpers import GOLDEN, golden_arrays, golden_model, logits_in_chunks, relative_error
 
 UNEQUAL = CASES["phimoe"]["rope_scaling"] | {"short_mscale": 1.0, "long_mscale": 1.5}
-Change = Callable[[dict[str, np.ndarray]], Any]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Path]:
-    """Copies a golden checkpoint, with its tensors and config changed."""
-
-    def build(name: str, change: Change = lambda tensors: None, **config: Any) -> Path:
-        folder = Path(shutil.copytree(GOLDEN / name, tmp_path / name))
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors")
-        raw = json.loads((folder / "config.json").read_text()) | config
-        (folder / "config.json").write_text(json.dumps(raw))
-        return folder
-
-    return build
 
 
 def spec_of(name: str, *missing: str, **changes: Any) -> ModelSpec:

@@ -1,7 +1,6 @@
 """qwen3_next and qwen3_5_moe: tensors as they lie in the files, converting, and what is refused."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from npmoe.config import ConfigReader, KVCacheConfig
 from npmoe.errors import CheckpointError, UnsupportedModel
@@ -29,20 +27,6 @@ from tests.helpers import GOLDEN, golden_arrays, golden_model, logits_in_chunks,
 Tensors = dict[str, np.ndarray]
 FAMILY = ["qwen3_next", "qwen3_next_v5", "qwen3_5_moe", "qwen3_5_moe_text"]
 every_case = pytest.mark.parametrize("name", FAMILY)
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Path]:
-    """Copies a golden checkpoint, with its tensors changed."""
-
-    def build(name: str, change: Callable[[Tensors], None]) -> Path:
-        folder = Path(shutil.copytree(GOLDEN / name, tmp_path / name))
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors")
-        return folder
-
-    return build
 
 
 def stored(name: str, tensor: str) -> np.ndarray:
