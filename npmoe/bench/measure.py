@@ -12,7 +12,6 @@ from npmoe.bench.traffic import Traffic, step_traffic
 from npmoe.config import EngineConfig, KVCacheConfig, WeightsPolicy
 from npmoe.dtypes import gigabytes
 from npmoe.models.gpu import BUCKETS
-from npmoe.runtime.graphs import Eager, Graph
 
 
 @dataclass(frozen=True)
@@ -116,10 +115,10 @@ def _on_gpu(
     )
     times = {}
     for way, step in on_gpu.sampled_steps(setup, options.context).items():
-        replayed = (Eager if options.nvtx else Graph)(step.enqueue)
+        replayed = on_gpu.replayable(step, options.context, options.nvtx)
         times[way] = on_gpu.step_ms(step, replayed, options.context)
-        if way == "greedy" and isinstance(replayed, Graph):
-            results["host_gap_pct"] = on_gpu.host_gap_pct(setup, step, replayed)
+        if way == "greedy" and not options.nvtx:
+            results |= on_gpu.engine_times(setup, step)
     if options.check:
         formats = subject.chosen(options.weights)
         checked = tokens_checked(subject.raw, formats, options.kv_cache, options.batch)
@@ -153,6 +152,7 @@ def describe_record(record: dict[str, Any]) -> str:
         rows["step, top-p"] = f"{r['ms_per_token_top_p']:.3f} ms"
     if "host_gap_pct" in r:
         rows["host gap"] = f"{r['host_gap_pct']:.1f} % of a step"
+        rows["prompt"] = f"{r['prompt_tokens']:,} tokens in {r['prompt_ms']:.0f} ms"
     if "tokens_checked" in r:
         rows["tokens checked"] = f"{r['tokens_checked']} equal to NumPy's, on a small copy"
     return "\n".join([head, *(f"  {name:16} {text}" for name, text in rows.items())])

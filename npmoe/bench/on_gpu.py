@@ -26,6 +26,9 @@ from npmoe.runtime.graphs import Eager, Graph
 from npmoe.sampling import SamplingParams
 
 GAP_PROMPT, GAP_WARM_UP, GAP_STEPS = 256, 16, 128
+PROMPT = 1024
+"""Tokens: of the prompts before the steps whose gaps are measured, steps before and in that
+measurement; of the prompt whose time is measured."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class GpuSetup:
         page_size: int,
         context: int,
     ) -> "GpuSetup":
-        """With pages for `context` tokens, or for the loop of `host_gap_pct` if that is more."""
+        """With pages for `context` tokens, or for the loop of `engine_times` if that is more."""
         pages = pages_for(spec, context, page_size)
         cache = random_cache(spec, kv, batch * pages, page_size, "cuda")
         table = cupy().arange(batch * pages, dtype=np.int32).reshape(batch, pages)
@@ -76,6 +79,12 @@ def sampled_steps(setup: GpuSetup, context: int) -> dict[str, DecodeStep]:
     return {"greedy": greedy, "top_p": top_p}
 
 
+def replayable(step: DecodeStep, context: int, ranges: bool = False) -> Graph | Eager:
+    """The step for replays from `context` tokens on, in NVTX ranges if so asked."""
+    step.seq_lens[...] = context - 1  # making it runs it once
+    return (Eager if ranges else Graph)(step.enqueue)
+
+
 def step_ms(step: DecodeStep, graph: Graph | Eager, context: int) -> float:
     """Median milliseconds of a step whose tokens are the `context`-th of their sequences."""
 
@@ -88,21 +97,30 @@ def step_ms(step: DecodeStep, graph: Graph | Eager, context: int) -> float:
     return milliseconds
 
 
-def host_gap_pct(setup: GpuSetup, step: DecodeStep, graph: Graph) -> float:
-    """How long the GPU waits for the host between steps, in percent of a step.
+def engine_times(setup: GpuSetup, step: DecodeStep) -> dict[str, float]:
+    """What the engine (scheduler, pages, tokens to the host, stop checks) makes of these weights.
 
-    100 * (wall time of a step / GPU time of a step - 1): the first by the clock, of GAP_STEPS steps
-    that the engine drives (scheduler, pages, greedy choice, tokens to the host, stop checks) after
-    prompts of GAP_PROMPT tokens, the second by events, of the same steps replayed one after
-    another. What the host does while the GPU computes costs nothing; contexts are short, where a
-    step is shortest and a gap weighs most.
+    host_gap_pct: how long the GPU waits for the host between steps, in percent of a step.
+    100 * (wall time of a step / GPU time of a step - 1): the first by the clock, of GAP_STEPS
+    greedy steps after prompts of GAP_PROMPT tokens, the second by events, of the same steps
+    replayed one after another. What the host does while the GPU computes costs nothing; contexts
+    are short, where a step is shortest and a gap weighs most.
+
+    prompt_ms: from the request to the first token of one prompt of prompt_tokens tokens.
     """
-    wall = _engine_ms(setup)
-    if step.long:
-        step = step.for_context(1)
-        graph = Graph(step.enqueue)
+    wall, prompt_ms = _engine_ms(setup)
     middle = _gap_prompt(setup.spec) + GAP_WARM_UP + GAP_STEPS // 2
-    return 100 * (wall / step_ms(step, graph, middle) - 1)
+    step = step.for_context(middle)
+    alone = step_ms(step, replayable(step, middle), middle)
+    return {
+        "host_gap_pct": 100 * (wall / alone - 1),
+        "prompt_tokens": _prompt(setup.spec),
+        "prompt_ms": prompt_ms,
+    }
+
+
+def _prompt(spec: ModelSpec) -> int:
+    return min(PROMPT, spec.max_positions - 1)
 
 
 def _gap_prompt(spec: ModelSpec) -> int:
@@ -110,18 +128,20 @@ def _gap_prompt(spec: ModelSpec) -> int:
 
 
 def _gap_pages(spec: ModelSpec, page_size: int) -> int:
-    return -(-(_gap_prompt(spec) + GAP_WARM_UP + GAP_STEPS + 1) // page_size)
+    tokens = max(_gap_prompt(spec) + GAP_WARM_UP + GAP_STEPS, _prompt(spec)) + 1
+    return -(-tokens // page_size)
 
 
-def _engine_ms(setup: GpuSetup) -> float:
-    """Milliseconds of an engine step in which every sequence gets one token."""
+def _engine_ms(setup: GpuSetup) -> tuple[float, float]:
+    """Milliseconds of an engine step in which every sequence gets one token, and of a prompt."""
     spec, batch, prompt = setup.spec, setup.batch, _gap_prompt(setup.spec)
     size = setup.cache.pages[0][0].page_size
     pages = _gap_pages(spec, size)
     cache = random_cache(spec, setup.cache.config, batch * pages + 1, size, "cuda")
     model = GpuModel(spec, setup.weights)
     model.bind(cache.pages, pages, batch)
-    scheduler = Scheduler(PageAllocator(batch * pages, size), batch, batch * prompt)
+    at_once = max(batch * prompt, _prompt(spec))
+    scheduler = Scheduler(PageAllocator(batch * pages, size), batch, at_once)
     engine = Engine(Runner(model, cache, size), scheduler, None, frozenset(), pages * size)
     tokens = GAP_WARM_UP + GAP_STEPS
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True).resolve({})
@@ -136,5 +156,11 @@ def _engine_ms(setup: GpuSetup) -> float:
         engine.step()
     elapsed = time.perf_counter() - start
     steps = (batch * tokens - done) / batch
+    first = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True).resolve({})
+    start = time.perf_counter()
+    request = engine.add(rng.integers(0, spec.vocab_size, _prompt(spec)).tolist(), first)
+    while not request.done:
+        engine.step()
+    prompt_elapsed = time.perf_counter() - start
     engine.close()
-    return 1e3 * elapsed / steps
+    return 1e3 * elapsed / steps, 1e3 * prompt_elapsed

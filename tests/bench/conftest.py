@@ -47,7 +47,7 @@ def gpu(tiny_shape: None) -> Iterator[FakeGPU]:
     if reason is not None:
         pytest.skip(reason)
     with (
-        patch.multiple(on_gpu, GAP_PROMPT=2, GAP_WARM_UP=1, GAP_STEPS=3),
+        patch.multiple(on_gpu, GAP_PROMPT=2, GAP_WARM_UP=1, GAP_STEPS=3, PROMPT=9),
         patch.multiple(check, PROMPT=6, STEPS=3),
         patch.multiple(kernels, FLUSH_BYTES=16, REPLAYS=1),
         fake_gpu() as fake,

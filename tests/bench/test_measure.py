@@ -100,6 +100,8 @@ def test_a_gpu(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
     assert record["graphs"]
     assert record["ms_per_token"] == LAUNCHES
     assert record["host_gap_pct"] > 0
+    assert record["prompt_ms"] > 0
+    assert record["prompt_tokens"] == 9
     assert record["tokens_checked"] == 3
     assert record["ms_per_token_top_p"] == LAUNCHES + 1  # one to draw
     assert gpu.launched[-LAUNCHES:] == [named(op, "fp4") for op in OPS]
