@@ -35,8 +35,8 @@
 // Limit: values in fp4 pages below 49,000 (their scale times 8 must fit fp16).
 #include "new_token.cuh"
 
-#if KV_GROUP != 32 || PAGE < 1 || (CLUSTER != 1 && CLUSTER != 8)
-#error "attention needs KV_GROUP 32, PAGE 1 or more, and CLUSTER 1 or 8"
+#if KV_GROUP != 32 || PAGE < 1 || (CLUSTER & (CLUSTER - 1)) || CLUSTER > 8
+#error "attention needs KV_GROUP 32, PAGE 1 or more, and CLUSTER 1, 2, 4 or 8"
 #endif
 #if (WARPS != 2 && WARPS != 4 && WARPS != 8 && WARPS != 16) || STAGES < 2 || LEAST < 16 || LEAST % 16 != 0
 #error "attention needs WARPS 2, 4, 8 or 16, STAGES 2 or more and LEAST a multiple of 16"
@@ -81,29 +81,41 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint4& a, u32 b0, u32 b
 
 // Starts copying the tokens [first, first + CHUNK) below `end` into a stage of this warp's ring.
 // page: of token first + lane % CHUNK.
-__device__ __forceinline__ void fetch_chunk(u8* stage, const Pages& pages, int first, int end,
-                                            int page) {
-  int lane = threadIdx.x & 31;
-  auto rows = [&](u8* to, const u8* from, int bytes, int stride) {
-    int pieces = bytes / 16;
-    const u8* together = from + pages.row(page, first) * bytes;  // where the chunk is on one page
-#pragma unroll
-    for (int i = 0; i < CHUNK * pieces / 32; i++) {
-      int at = i * 32 + lane, r = at / pieces, c = at % pieces;
-      const u8* piece = together + at * 16;
-      if (PAGE % CHUNK)
-        piece = from + pages.row(__shfl_sync(ALL_LANES, page, r), first + r) * bytes + c * 16;
-      if (first + r < end) async_copy<16>(to + r * stride + c * 16, piece);
-    }
-  };
-  rows(stage, pages.k_codes, K_ROW, K_STRIDE);
-  rows(stage + V_AT, pages.v_codes, V_ROW, V_STRIDE);
-  int r = lane % CHUNK;
-  size_t row = pages.row(page, first + r);
+__device__ __forceinline__ void fetch_chunk(SharedAt stage, const Pages& pages, int first,
+                                            int end, int page) {
+  int lane = threadIdx.x & 31, limit = end - first, r = lane % CHUNK;
   bool values = lane >= CHUNK;
-  if (first + r < end && (values ? V_SCALED : K_SCALED))
-    async_copy<SCALE_ROW>(stage + (values ? V_SCALES_AT : K_SCALES_AT) + r * SCALE_ROW,
-                          (values ? pages.v_scales : pages.k_scales) + row * GROUPS);
+  SharedAt scale = stage + (values ? V_SCALES_AT : K_SCALES_AT) + r * SCALE_ROW;
+  const __half* scales = values ? pages.v_scales : pages.k_scales;
+  if constexpr (PAGE % CHUNK == 0) {  // the chunk is on one page: a piece of 16 bytes a lane and copy
+    size_t row = pages.row(page, PAGE == CHUNK ? 0 : first);
+    auto rows = [&](SharedAt to, const u8* from, int bytes, int stride) {
+      int pieces = bytes / 16, step = 32 / pieces;
+      const u8* piece = from + row * bytes + lane * 16;
+      to = to + (lane / pieces * stride + lane % pieces * 16);
+#pragma unroll
+      for (int i = 0; i < CHUNK / step; i++)
+        if (lane / pieces + i * step < limit) async_copy<16>(to + i * step * stride, piece + i * 512);
+    };
+    rows(stage, pages.k_codes, K_ROW, K_STRIDE);
+    rows(stage + V_AT, pages.v_codes, V_ROW, V_STRIDE);
+    if (r < limit && (values ? V_SCALED : K_SCALED))
+      async_copy<SCALE_ROW>(scale, scales + (row + r) * GROUPS);
+  } else {
+    auto rows = [&](SharedAt to, const u8* from, int bytes, int stride) {
+      int pieces = bytes / 16;
+#pragma unroll
+      for (int i = 0; i < CHUNK * pieces / 32; i++) {
+        int at = i * 32 + lane, token = at / pieces, c = at % pieces;
+        size_t row = pages.row(__shfl_sync(ALL_LANES, page, token), first + token);
+        if (token < limit) async_copy<16>(to + (token * stride + c * 16), from + row * bytes + c * 16);
+      }
+    };
+    rows(stage, pages.k_codes, K_ROW, K_STRIDE);
+    rows(stage + V_AT, pages.v_codes, V_ROW, V_STRIDE);
+    if (r < limit && (values ? V_SCALED : K_SCALED))
+      async_copy<SCALE_ROW>(scale, scales + pages.row(page, first + r) * GROUPS);
+  }
 }
 
 // Puts the new token into row r of a stage.
@@ -143,9 +155,10 @@ __device__ __forceinline__ void load_query(uint4 (&q)[D / 16], const float (*hea
 }
 
 // Scores of head g with the stage's tokens 8 block + 2 t and the next.
-__device__ __forceinline__ float2 scores(const u8* stage, int block, const uint4 (&q)[D / 16]) {
+__device__ __forceinline__ float2 scores(const u8* stage, SharedAt at, int block,
+                                         const uint4 (&q)[D / 16]) {
   int lane = threadIdx.x & 31, t = lane & 3;
-  const u8* row = stage + (block * 8 + lane % 8) * K_STRIDE;
+  SharedAt row = at + (block * 8 + lane % 8) * K_STRIDE;
   float2 sum = make_float2(0.f, 0.f);
   if constexpr (K_SCALED) {
     u32 words[4], pairs[4];
@@ -167,7 +180,7 @@ __device__ __forceinline__ float2 scores(const u8* stage, int block, const uint4
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
       u32 words[4];
-      load_matrices(words, row + i * 64 + lane / 8 * 16);
+      load_matrices(words, row + (i * 64 + lane / 8 * 16));
       mma<K_FORMAT>(d, q[2 * i], words[0], words[1]);
       mma<K_FORMAT>(d, q[2 * i + 1], words[2], words[3]);
     }
@@ -183,9 +196,10 @@ __device__ __forceinline__ int mixed_element(int i, int r) {
 
 // mixed[i]: elements of row g (heads 2 t, 2 t + 1) and of row g + 8. Adds the stage's values times p:
 // of head g for tokens 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t.
-__device__ __forceinline__ void mix(float (&mixed)[D / 16][4], const u8* stage, const float (&p)[4]) {
+__device__ __forceinline__ void mix(float (&mixed)[D / 16][4], const u8* stage, SharedAt at,
+                                    const float (&p)[4]) {
   int lane = threadIdx.x & 31, t = lane & 3;
-  const u8* row = stage + V_AT + lane % 16 * V_STRIDE + lane / 16 * 16;
+  SharedAt row = at + (V_AT + lane % 16 * V_STRIDE + lane / 16 * 16);
   uint2 low, high;  // the B operand: tokens 2 t and on, tokens 8 + 2 t and on
   if constexpr (!V_SCALED)
     low = head_and_rest<V_FORMAT>(p[0], p[1]), high = head_and_rest<V_FORMAT>(p[2], p[3]);
@@ -281,6 +295,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     grid_wait();
   }
   u8* ring = shared + warp * STAGES * STAGE_BYTES;
+  const SharedAt ring_at = ring;
   // This warp's chunks begin at `first`, `first` + STRIDE, ...
   constexpr int STRIDE = WARPS * CHUNK;
   int first = begin + warp * CHUNK;
@@ -293,7 +308,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   for (int s = 0; s < STAGES - 1; s++) {
     int next = page_of(first + (s + 1) * STRIDE);
     if (first + s * STRIDE < older)
-      fetch_chunk(ring + s * STAGE_BYTES, pages, first + s * STRIDE, older, page);
+      fetch_chunk(ring_at + s * STAGE_BYTES, pages, first + s * STRIDE, older, page);
     async_commit();
     page = next;
   }
@@ -314,16 +329,24 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
 #pragma unroll 1
   for (int task = warp; newest && task < 2 * PIECES; task += WARPS)
     store_new(mine, pages, length, task < PIECES, task % PIECES, k_factors, k_norm, eps, new_token);
+  // The other warps take the query heads, two at a time, where there are enough of them.
+  constexpr int STORING = WARPS > 2 * PIECES ? 2 * PIECES : 0;
+  int workers = newest ? WARPS - STORING : WARPS, worker = WARPS - 1 - warp;
 #pragma unroll 1
-  for (int h = WARPS - 1 - warp; h < 8; h += WARPS) {  // last the warps that store
-    float v[D / 32] = {};
-    if (h < RATIO) {
-      load_head(v, mine + (kv * RATIO + h) * D);
-      turn_head(v, q_factors, q_norm, eps);
-    }
+  for (int h = worker; worker < workers && h < 8; h += 2 * workers) {
+    float v[2][D / 32] = {};
 #pragma unroll
-    for (int i = 0; i < D / 32; i++)
-      q_shared[h][i / 2 * 64 + 2 * lane + i % 2] = v[i] * (scale * LOG2_E);
+    for (int k = 0; k < 2; k++)
+      if (h + k * workers < RATIO) load_head(v[k], mine + (kv * RATIO + h + k * workers) * D);
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      int head = h + k * workers;
+      if (head >= 8) break;
+      if (head < RATIO) turn_head(v[k], q_factors, q_norm, eps);
+#pragma unroll
+      for (int i = 0; i < D / 32; i++)
+        q_shared[head][i / 2 * 64 + 2 * lane + i % 2] = v[k][i] * (scale * LOG2_E);
+    }
   }
   __syncthreads();
   STAMP(4);
@@ -339,11 +362,12 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     {
       int ahead = first + (STAGES - 1) * STRIDE, next = page_of(ahead + STRIDE);
       int place = stage ? stage - 1 : STAGES - 1;
-      if (ahead < older) fetch_chunk(ring + place * STAGE_BYTES, pages, ahead, older, page);
+      if (ahead < older) fetch_chunk(ring_at + place * STAGE_BYTES, pages, ahead, older, page);
       async_commit();
       page = next;
     }
     u8* here = ring + stage * STAGE_BYTES;
+    const SharedAt here_at = ring_at + stage * STAGE_BYTES;
     if (newest && first + CHUNK >= end) {
       take_new_token(here, end - 1 - first, new_token);
       __syncwarp();
@@ -351,7 +375,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     float p[4];
 #pragma unroll
     for (int block = 0; block < 2; block++) {
-      float2 s = scores(here, block, q);
+      float2 s = scores(here, here_at, block, q);
       int token = first + block * 8 + 2 * t;
       p[2 * block] = token < end ? s.x : -INFINITE;
       p[2 * block + 1] = token + 1 < end ? s.y : -INFINITE;
@@ -381,7 +405,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
       }
       __syncwarp();
     }
-    mix(mixed, here, p);
+    mix(mixed, here, here_at, p);
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
   async_wait<0>();
@@ -402,17 +426,18 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   int busy = min((end - begin + CHUNK - 1) / CHUNK, WARPS);
 #pragma unroll 1
   for (int h = warp; h < RATIO; h += WARPS) {
-    float own = lane < busy ? warp_top[lane][h] : -INFINITE, best = warp_max(own);
-    float factor = lane < busy ? power_of_two(own - best) : 0.f;
-    float all = warp_sum(lane < busy ? factor * warp_total[lane][h] : 0.f);
-    float sum[D / 32] = {};
+    float best = -INFINITE, all = 0.f, sum[D / 32] = {};
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+      if (w < busy) best = fmaxf(best, warp_top[w][h]);
 #pragma unroll
     for (int w = 0; w < WARPS; w++)
       if (w < busy) {
-        float f = __shfl_sync(ALL_LANES, factor, w);
+        float factor = power_of_two(warp_top[w][h] - best);
         const float* from = reinterpret_cast<const float*>(shared + w * STAGES * STAGE_BYTES);
+        all += factor * warp_total[w][h];
 #pragma unroll
-        for (int i = 0; i < D / 32; i++) sum[i] += f * from[h * RESULT_STRIDE + i * 32 + lane];
+        for (int i = 0; i < D / 32; i++) sum[i] += factor * from[h * RESULT_STRIDE + i * 32 + lane];
       }
 #pragma unroll
     for (int i = 0; i < D / 32; i++) sums[h][i * 32 + lane] = sum[i];
@@ -474,20 +499,30 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     return;
   }
   __threadfence();
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < EACH; i++) {
     int at = rank * SHARE + tid + i * THREADS;
     if (tid + i * THREADS < SHARE) {
       float whole = -INFINITE, total_sum = 0.f, total_weight = 0.f;
-#pragma unroll 8
-      for (int c = 0; c < clusters; c++)
-        whole = fmaxf(whole, __ldcg(own + (c * 3 + 1) * RATIO * D + at));
-#pragma unroll 8
-      for (int c = 0; c < clusters; c++) {
-        const float* place = own + c * 3 * RATIO * D + at;
-        float factor = power_of_two(__ldcg(place + RATIO * D) - whole);
-        total_sum += factor * __ldcg(place);
-        total_weight += factor * __ldcg(place + 2 * RATIO * D);
+      constexpr int AT_ONCE = EACH > 2 ? 2 : 8;  // clusters whose loads are in flight together
+#pragma unroll 1
+      for (int c = 0; c < clusters; c += AT_ONCE) {
+        float part[AT_ONCE], best[AT_ONCE], weights[AT_ONCE], higher = whole;
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+          const float* place = own + min(c + k, clusters - 1) * 3 * RATIO * D + at;
+          part[k] = __ldcg(place), best[k] = __ldcg(place + RATIO * D);
+          weights[k] = __ldcg(place + 2 * RATIO * D);
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) higher = fmaxf(higher, best[k]);
+        float shrink = power_of_two(whole - higher);
+        total_sum *= shrink, total_weight *= shrink, whole = higher;
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+          float factor = c + k < clusters ? power_of_two(best[k] - whole) : 0.f;
+          total_sum += factor * part[k], total_weight += factor * weights[k];
+        }
       }
       results[at] = total_sum / total_weight;
     }

@@ -11,8 +11,8 @@
 //   router_logits float32 [tokens][EXPERTS]         in
 //   norm     float32 [HIDDEN]                       in
 // Grid: (any, tokens) blocks of BLOCK_THREADS threads; block (b, token) takes row tiles b, b + gridDim.x, ...
-// Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K, RENORMALIZE; BULK, PARTS,
-// STAGES, BATCH, WARPS: see gemv.cuh. TOP_K 1..32 and at most EXPERTS; RENORMALIZE 0 or 1.
+// Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K, RENORMALIZE; PAUSE:
+// nanoseconds by which down lets gate_up have its weights first (0); those of gemv.cuh. TOP_K 1..32 and at most EXPERTS; RENORMALIZE 0 or 1.
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sums, the combine
 // weight to hidden, so that `down` sums over experts as over columns.
@@ -25,6 +25,9 @@
 #if TOP_K < 1 || TOP_K > 32 || TOP_K > EXPERTS
 #error "experts needs TOP_K 1 to 32 and at most EXPERTS"
 #endif
+#ifndef PAUSE
+#define PAUSE 0
+#endif
 #ifndef RENORMALIZE
 #error "define RENORMALIZE as 0 or 1"
 #endif
@@ -36,19 +39,21 @@ gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* route
   SHARED_MEMORY(shared);
   __shared__ Choice<TOP_K> chosen;
   int token = blockIdx.y;
+  Chosen mine;
   auto choose = [&] {
-    choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
+    mine = choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
   };
+  auto weigh = [&] { weigh_experts<TOP_K, RENORMALIZE>(chosen, mine); };
   stream_tiles<SLICES, PARTS, 1, false, false, true>(
       shared, own_tiles(TOP_K * EXPERT_TILES), x + static_cast<size_t>(token) * HIDDEN, 1, norm,
-      choose, [] {},
+      Beside{choose, weigh}, [] {},
       [&](int j, int part) {
-        int at = blockIdx.x + j * gridDim.x;
+        int at = own_tile(j);
         size_t tile = static_cast<size_t>(chosen.id[at / EXPERT_TILES]) * EXPERT_TILES;
         return w + ((tile + at % EXPERT_TILES) * PARTS + part) * SLICES * RECORD_BYTES;
       },
       [&](int j, int row, int, float sum, float square, bool mine) {
-        int at = blockIdx.x + j * gridDim.x, slot = at / EXPERT_TILES;
+        int at = own_tile(j), slot = at / EXPERT_TILES;
         float y = sum * rsqrtf(square / HIDDEN + eps);
         float up = __shfl_down_sync(ALL_LANES, y, FINISHERS);  // of the next row
         if (mine && row % 2 == 0)
@@ -67,20 +72,20 @@ down(float* residual, const u8* __restrict__ w, const float* router_logits, cons
   int token = blockIdx.y;
   // The router's kernel ended before gate_up let this one begin: its logits may be read early.
   auto choose = [&] {
-    choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
+    choose_experts<EXPERTS, TOP_K, true>(chosen, router_logits + token * EXPERTS);
+    if (PAUSE) pause(PAUSE);
   };
   float* rows = residual + static_cast<size_t>(token) * HIDDEN;
   float before = 0.f;
   stream_tiles<SLICES, TOP_K * PARTS, 1, true, true, false>(
       shared, own_tiles(ROW_TILES), hidden + static_cast<size_t>(token) * TOP_K * WIDTH, 1, nullptr,
-      choose, [&] { before = row_ahead(rows, ROW_TILES); },
+      Beside{choose, [] {}}, [&] { before = row_ahead(rows, ROW_TILES); },
       [&](int j, int k) {
-        size_t tile = static_cast<size_t>(chosen.id[k / PARTS]) * ROW_TILES + blockIdx.x +
-                      j * gridDim.x;
+        size_t tile = static_cast<size_t>(chosen.id[k / PARTS]) * ROW_TILES + own_tile(j);
         return w + (tile * PARTS + k % PARTS) * SLICES * RECORD_BYTES;
       },
       [&](int j, int row, int, float sum, float, bool mine) {
-        int at = (blockIdx.x + j * gridDim.x) * TILE + row;
+        int at = own_tile(j) * TILE + row;
         if (mine) rows[at] = (j < BATCH ? before : rows[at]) + sum;
       });
 }

@@ -26,12 +26,35 @@
 #ifndef PAIRED
 #define PAIRED 0  // 1: two tiles share what is read of the activations; not across two batches
 #endif
-#if BATCH < 1 || STAGES < 1 || PARTS < 1 || WARPS < 1 || WARPS > 32 || (WARPS & (WARPS - 1))
-#error "BATCH, STAGES and PARTS are 1 or more, WARPS is a power of two up to 32"
+#ifndef ROLLING
+#define ROLLING 0  // slices of a warp's window through which activations pass; one token, one batch
+#endif
+#ifndef BUFFERS
+#define BUFFERS 1  // 2: the sums of one batch are finished while the next is multiplied
+#endif
+#if BATCH < 1 || STAGES < 1 || PARTS < 1 || WARPS < 1 || WARPS > 32 || (WARPS > 2 && WARPS % 4)
+#error "BATCH, STAGES and PARTS are 1 or more, WARPS is 1, 2 or a multiple of 4 up to 32"
 #endif
 // Where the ring goes round, a warp of its own keeps it full.
 constexpr int PRODUCERS = BULK && !RESIDENT, THREADS = 32 * WARPS, BLOCK_THREADS = THREADS + 32 * PRODUCERS;
 constexpr int FINISHERS = WARPS < 4 ? WARPS : 4;  // lanes that add up one output
+constexpr int ABREAST = PAIRED ? 2 : 1;  // tiles side by side
+static_assert(BATCH % ABREAST == 0, "a batch is of whole pairs");
+
+__device__ __forceinline__ uint4 load_shared(const u8* p) { return *reinterpret_cast<const uint4*>(p); }
+__device__ __forceinline__ uint4 load_once(const u8* p) { return load_stream(p); }
+
+struct Nothing {
+  __device__ __forceinline__ void ready() const {}
+  __device__ __forceinline__ void also() const {}
+};
+template <class Ready, class Also>
+struct Beside {
+  Ready ready;
+  Also also;
+};
+template <class Ready, class Also>
+Beside(Ready, Also) -> Beside<Ready, Also>;
 
 // Streams a block's row tiles through its warps, which share the slices of K between them.
 //   SLICES: K / 128 of a chunk. CHUNKS: chunks a tile; x has 128 SLICES CHUNKS columns a token.
@@ -45,53 +68,59 @@ constexpr int FINISHERS = WARPS < 4 ? WARPS : 4;  // lanes that add up one outpu
 //   shared: dynamic shared memory; npmoe/models/stream.py computes its size.
 //   tiles: this block's number. chunk(j, k): chunk k of its j-th tile.
 //   waited(): called by every thread when the kernel before has ended.
-//   ready(): called by the warp that fetches before the first chunk() (to choose experts, say).
+//   beside: what the warp that fetches does besides: ready() before the first chunk() (choose experts,
+//   say), and also() after the first fetches where others will still see what it writes, in done().
 //   done(j, row, token, sum, sum_squares, mine): called by whole warps; FINISHERS neighbouring lanes
 //   bring the same output, the first of them with `mine`; rows of a tile follow one another.
-template <int SLICES, int CHUNKS, int MAX_TOKENS, bool EARLY, bool HASTY, bool NORM, class Ready, class Waited,
-          class ChunkAt, class Done>
+template <int SLICES, int CHUNKS, int MAX_TOKENS, bool EARLY, bool HASTY, bool NORM, class Beside,
+          class Waited, class ChunkAt, class Done>
 __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, const float* x,
-                                             int tokens, const float* norm, Ready ready,
+                                             int tokens, const float* norm, Beside beside,
                                              Waited waited, ChunkAt chunk, Done done) {
   constexpr int ALL = SLICES * CHUNKS, SETS = (MAX_TOKENS + 3) / 4;
-  constexpr int EACH = (ALL + WARPS - 1) / WARPS, AT_ONCE = EACH < 6 ? EACH : 4;
-  constexpr bool HOLD = EACH == 1;  // a warp has one slice: its activations stay in registers
+  constexpr int EACH = (ALL + WARPS - 1) / WARPS, AT_ONCE = ROLLING ? ROLLING : EACH < 6 ? EACH : 4;
+  // Records of a chunk that a warp has, at least and at most.
+  constexpr int LEAST = SLICES / WARPS, MOST = (SLICES + WARPS - 1) / WARPS;
+  // With few slices a warp's activations stay in registers.
+  constexpr bool HOLD = !ROLLING && EACH * SETS <= (PRODUCERS ? 2 : 1) && (LEAST == MOST || EACH == 1);
+  constexpr int HELD = HOLD ? EACH : 1;
   constexpr int SLICE_STEP = 2 * MAX_TOKENS * 16;  // of `staged`
   STAMP(0);
+  if (HASTY && !PRODUCERS) launch_next();
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #if BULK
   constexpr int CHUNK_BYTES = SLICES * RECORD_BYTES;
   unsigned char* ring = shared;
-  u64* full = reinterpret_cast<u64*>(ring + STAGES * CHUNK_BYTES);
-  u64* empty = full + STAGES;
-  shared = reinterpret_cast<unsigned char*>(empty + STAGES);
+  u64* barriers = reinterpret_cast<u64*>(ring + STAGES * CHUNK_BYTES);
+  const Barrier full = barriers, empty = barriers + STAGES;
+  shared = reinterpret_cast<unsigned char*>(barriers + 2 * STAGES);
   if (warp == 0) {
-    for (int i = lane; i < STAGES; i += 32) barrier_init(full + i, 1), barrier_init(empty + i, SLICES);
+    for (int i = lane; i < STAGES; i += 32) barrier_init(full + i, 1), barrier_init(empty + i, WARPS);
     barrier_init_done();
   }
-#endif
-  constexpr int ABREAST = PAIRED ? 2 : 1;  // tiles side by side
-#if BULK
   auto fetch = [&](int c) {  // chunk c in the order of use: of tiles side by side each in turn
-    int first = c / (ABREAST * CHUNKS) * ABREAST, rest = c - first * CHUNKS;
-    int width = min(ABREAST, tiles - first), place = RESIDENT ? c : c % STAGES;
-    bulk_copy(ring + place * CHUNK_BYTES, chunk(first + rest % width, rest / width), CHUNK_BYTES,
+    int first = c / (ABREAST * CHUNKS) * ABREAST, rest = c % (ABREAST * CHUNKS);
+    int place = RESIDENT ? c : c % STAGES;
+    bulk_copy(ring + place * CHUNK_BYTES, chunk(first + rest % ABREAST, rest / ABREAST), CHUNK_BYTES,
               full + place);
   };
 #endif
   constexpr int LEADER = PRODUCERS ? WARPS : 0;  // the warp that fetches
   auto begin = [&] {
-    ready();
+    beside.ready();
+    if (PRODUCERS) beside.also();  // what the producer writes later, no barrier shows to the others
     __syncwarp();
 #if BULK
     for (int c = lane; c < min(STAGES, tiles * CHUNKS); c += 32) fetch(c);
 #endif
+    if (!PRODUCERS) beside.also();
   };
   // [slice][2 tokens][t][group]: 16 bytes, two steps of a group, of column 2 token + (0 head, 1
   // rest). Groups are turned so that lanes that read together are on different banks.
   uint4* staged = reinterpret_cast<uint4*>(shared);
-  float* squares = reinterpret_cast<float*>(staged + ALL * SLICE_STEP);
-  float* partial = squares + WARPS * MAX_TOKENS;  // [BATCH][WARPS][MAX_TOKENS][TILE]
+  float* squares = reinterpret_cast<float*>(staged + (ROLLING ? WARPS * AT_ONCE : ALL) * SLICE_STEP);
+  float* partial = squares + WARPS * MAX_TOKENS;  // [BUFFERS][BATCH][WARPS][MAX_TOKENS][TILE]
+  constexpr int BATCH_FLOATS = BATCH * WARPS * MAX_TOKENS * TILE;
   if (EARLY && !PRODUCERS && warp == 0) begin();
   if (NORM) {
 #pragma unroll
@@ -101,7 +130,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
   __syncthreads();  // the ring's barriers are there
   if (EARLY && PRODUCERS && warp == LEADER) begin();
   STAMP(1);
-  if (HASTY) launch_next();
+  if (HASTY && PRODUCERS) launch_next();
   grid_wait();
   if (!HASTY) launch_next();
   STAMP(3);
@@ -136,43 +165,50 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
   load(0, 0);  // ahead of weights, behind which it would queue
   if (!EARLY && warp == LEADER) begin();
   int column = lane >> 2, t = lane & 3;  // of B; results are those of token t
-  {
-    int part = lane / 2 % 4, group = lane / 8 ^ part >> 1;
-    u64* heads = reinterpret_cast<u64*>(staged + part * 4 + group) + lane % 2;
-    u64* rests = reinterpret_cast<u64*>(staged + 16 + part * 4 + (group ^ 2)) + lane % 2;
+  int part = lane / 2 % 4, group = lane / 8 ^ part >> 1;
+  u64* heads = reinterpret_cast<u64*>(staged + part * 4 + group) + lane % 2;
+  u64* rests = reinterpret_cast<u64*>(staged + 16 + part * 4 + (group ^ 2)) + lane % 2;
+  float square = 0.f;
+  auto stage = [&](int token, int n) {  // what load(token, n) brought
+#pragma unroll
+    for (int s = 0; s < AT_ONCE; s++) {
+      int slice = warp + (n + s) * WARPS;
+      if (slice < ALL) {
+        float4 v = q[s];
+        if (NORM) {
+          square += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+          v.x *= factor[s].x, v.y *= factor[s].y, v.z *= factor[s].z, v.w *= factor[s].w;
+        }
+        v.x *= EVEN_PAIR_SCALE, v.y *= EVEN_PAIR_SCALE;
+        v.z *= ODD_PAIR_SCALE, v.w *= ODD_PAIR_SCALE;
+        u32 first = bits(__floats2bfloat162_rn(v.x, v.y));
+        u32 second = bits(__floats2bfloat162_rn(v.z, v.w));
+        u32 rest = bits(__floats2bfloat162_rn(v.x - __uint_as_float(first << 16),
+                                              v.y - __uint_as_float(first & 0xffff0000u)));
+        u32 rest2 = bits(__floats2bfloat162_rn(v.z - __uint_as_float(second << 16),
+                                               v.w - __uint_as_float(second & 0xffff0000u)));
+        int at = ((ROLLING ? warp * AT_ONCE + s : slice) * SLICE_STEP + token * 32) * 2;
+        heads[at] = static_cast<u64>(second) << 32 | first;
+        rests[at] = static_cast<u64>(rest2) << 32 | rest;
+      }
+    }
+  };
+  auto keep_squares = [&](int token) {
+    if (NORM) {
+      square = warp_sum(square);
+      if (lane == 0) squares[warp * MAX_TOKENS + token] = square;
+    }
+  };
+  if (!ROLLING) {
 #pragma unroll 1
     for (int token = 0; token < tokens; token++) {
-      float square = 0.f;
+      square = 0.f;
 #pragma unroll 1
       for (int n = 0; n < EACH; n += AT_ONCE) {
         if (token || n) load(token, n);
-#pragma unroll
-        for (int s = 0; s < AT_ONCE; s++) {
-          int slice = warp + (n + s) * WARPS;
-          if (slice < ALL) {
-            float4 v = q[s];
-            if (NORM) {
-              square += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-              v.x *= factor[s].x, v.y *= factor[s].y, v.z *= factor[s].z, v.w *= factor[s].w;
-            }
-            v.x *= EVEN_PAIR_SCALE, v.y *= EVEN_PAIR_SCALE;
-            v.z *= ODD_PAIR_SCALE, v.w *= ODD_PAIR_SCALE;
-            u32 first = bits(__floats2bfloat162_rn(v.x, v.y));
-            u32 second = bits(__floats2bfloat162_rn(v.z, v.w));
-            u32 rest = bits(__floats2bfloat162_rn(v.x - __uint_as_float(first << 16),
-                                                  v.y - __uint_as_float(first & 0xffff0000u)));
-            u32 rest2 = bits(__floats2bfloat162_rn(v.z - __uint_as_float(second << 16),
-                                                   v.w - __uint_as_float(second & 0xffff0000u)));
-            int at = (slice * SLICE_STEP + token * 32) * 2;
-            heads[at] = static_cast<u64>(second) << 32 | first;
-            rests[at] = static_cast<u64>(rest2) << 32 | rest;
-          }
-        }
+        stage(token, n);
       }
-      if (NORM) {
-        square = warp_sum(square);
-        if (lane == 0) squares[warp * MAX_TOKENS + token] = square;
-      }
+      keep_squares(token);
     }
   }
   __syncwarp();  // a warp reads only what it staged itself
@@ -181,80 +217,133 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
   __syncthreads();  // every warp asks chunk()
 #endif
 
-  uint4 b[SETS][4] = {};
   const uint4* home = staged + column * 16 + t * 4;
   int turn = t >> 1 ^ column % 2 * 2;
-  auto take = [&](int slice) {
+  typedef uint4 Slice[SETS][4];  // the B operand of a slice
+  auto take = [&](Slice& b, int place) {
 #pragma unroll
     for (int set = 0; set < SETS; set++)
       if (set * 8 + column < 2 * tokens)
 #pragma unroll
-        for (int g = 0; g < 4; g++) b[set][g] = home[slice * SLICE_STEP + set * 128 + (g ^ turn)];
+        for (int g = 0; g < 4; g++) b[set][g] = home[place * SLICE_STEP + set * 128 + (g ^ turn)];
   };
-  if (HOLD && warp < ALL) take(warp);
-  auto product = [&](float4(&sums)[SETS], int j, int u, int which, int width) {
-    // Slice u of tile j + which, the which-th of `width` side by side.
-#if BULK
-    int c = j * CHUNKS + u / SLICES * width + which, stage = RESIDENT ? c : c % STAGES;
-    barrier_wait(full + stage, RESIDENT ? 0 : c / STAGES & 1);
-    multiply<SETS>(
-        sums, ring + stage * CHUNK_BYTES + u % SLICES * RECORD_BYTES,
-        [](const u8* p) { return *reinterpret_cast<const uint4*>(p); }, b);
-    if (!RESIDENT) {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + stage);
-    }
-#else
-    multiply<SETS>(
-        sums, chunk(j + which, u / SLICES) + u % SLICES * RECORD_BYTES,
-        [](const u8* p) { return load_stream(p); }, b);
-#endif
-  };
-  auto keep = [&](const float4(&sums)[SETS], int batch) {
+  Slice b[HELD] = {};
+#pragma unroll
+  for (int e = 0; e < HELD; e++)
+    if (HOLD && warp + e * WARPS < ALL) take(b[e], warp + e * WARPS);
+  auto keep = [&](const float4(&sums)[SETS], float* results, int batch) {
 #pragma unroll
     for (int set = 0; set < SETS; set++) {
       int token = set * 4 + t;
       if (token < MAX_TOKENS) {
-        float* at = partial + ((batch * WARPS + warp) * MAX_TOKENS + token) * TILE + column;
+        float* at = results + ((batch * WARPS + warp) * MAX_TOKENS + token) * TILE + column;
         at[0] = (sums[set].x + sums[set].y) * RESULT_SCALE;
         at[8] = (sums[set].z + sums[set].w) * RESULT_SCALE;
       }
     }
   };
   // Where a block has one batch and all of it is in shared memory, addresses are constants.
-  constexpr bool UNROLLED = RESIDENT && !PAIRED && BATCH * EACH <= 8 && BATCH * CHUNKS >= STAGES;
+  constexpr bool UNROLLED = RESIDENT && !PAIRED && !ROLLING && BATCH * EACH <= 8 &&
+                            BATCH * CHUNKS >= STAGES && (HOLD || MAX_TOKENS == 1);
+#if BULK
+  constexpr int PAIR = HOLD ? 2 : 1;  // tiles at a time: what one waits for, the other hides
+  auto resident_record = [&](int j, int u) {
+    return ring + (j * CHUNKS + u / SLICES) * CHUNK_BYTES + u % SLICES * RECORD_BYTES;
+  };
   if (UNROLLED) {
 #pragma unroll
-    for (int j = 0; j < (UNROLLED ? BATCH : 0); j++)
-      if (j < tiles) {
-        float4 sums[SETS] = {};
+    for (int j = 0; j < (UNROLLED ? BATCH : 0); j += PAIR) {
+      float4 sums[PAIR][SETS] = {};
 #pragma unroll
-        for (int e = 0; e < EACH; e++)
-          if (warp + e * WARPS < ALL) {
-            if (!HOLD) take(warp + e * WARPS);
-            product(sums, j, warp + e * WARPS, 0, 1);
-          }
-        keep(sums, j);
+      for (int e = 0; e < EACH; e++) {
+        int u = warp + e * WARPS;
+        if (u < ALL) {
+          if (!HOLD) take(b[0], u);
+#pragma unroll
+          for (int i = 0; i < PAIR; i++)
+            if (j + i < BATCH && j + i < tiles) barrier_wait(full + (j + i) * CHUNKS + u / SLICES, 0);
+#pragma unroll
+          for (int i = 0; i < PAIR; i++)
+            if (j + i < BATCH && j + i < tiles)
+              multiply<SETS>(sums[i], resident_record(j + i, u), load_shared, b[HOLD ? e : 0]);
+        }
       }
+#pragma unroll
+      for (int i = 0; i < PAIR; i++)
+        if (j + i < BATCH && j + i < tiles) keep(sums[i], partial, j + i);
+    }
   }
+  int place = 0;  // in the ring, of the next chunk
+  u32 phase = 0;  // of its barrier
+#endif
 #pragma unroll 1
-  for (int next = UNROLLED ? max(tiles - 1, 0) : 0; next < tiles;) {
-    int width = min(ABREAST, tiles - next), j = next + width - 1, batch = j % BATCH;
+  for (int next = UNROLLED ? max(tiles - ABREAST, 0) : 0; next < tiles; next += ABREAST) {
+    int last = next + ABREAST - 1, batch = last % BATCH;  // a batch ends with tiles side by side
+    float* results = partial + (BUFFERS > 1 ? last / BATCH % BUFFERS * BATCH_FLOATS : 0);
     if (!UNROLLED) {
       float4 sums[ABREAST][SETS] = {};
+      int l = warp;  // this warp's next record of the chunk
+      int staged_slices = 0, used_slices = 0;  // ROLLING
+      auto use = [&](int part) {  // chunk `part` of the tiles side by side
+#if BULK
+        int places[ABREAST];
+#pragma unroll
+        for (int i = 0; i < ABREAST; i++) {
+          places[i] = place;
+          barrier_wait(full + place, phase);
+          place++;
+          if (!RESIDENT && place == STAGES) place = 0, phase ^= 1;
+        }
+#endif
+#pragma unroll(LEAST == MOST ? MOST : 1)
+        for (int e = 0; e < MOST; e++)
+          if (e < LEAST || l < SLICES) {
+            int at = HOLD && EACH > 1 ? part * LEAST + e : 0;
+            if (ROLLING) {
+              if (used_slices == staged_slices) {
+                __syncwarp();
+                stage(0, staged_slices);
+                staged_slices += AT_ONCE;
+                __syncwarp();
+                if (staged_slices < EACH) load(0, staged_slices);  // while these are multiplied
+              }
+              take(b[0], warp * AT_ONCE + used_slices++ % AT_ONCE);
+            } else if (!HOLD) {
+              take(b[0], part * SLICES + l);
+            }
+#pragma unroll
+            for (int i = 0; i < ABREAST; i++) {
+#if BULK
+              const u8* record = ring + places[i] * CHUNK_BYTES + l * RECORD_BYTES;
+              multiply<SETS>(sums[i], record, load_shared, b[at]);
+#else
+              multiply<SETS>(sums[i], chunk(next + i, part) + l * RECORD_BYTES, load_once, b[at]);
+#endif
+            }
+            if (LEAST < MOST || MOST > 1) l += WARPS;
+          }
+        if (LEAST < MOST || MOST > 1) l -= SLICES;
+#if BULK
+        if (!RESIDENT) {
+          __syncwarp();
+          if (lane == 0)
+#pragma unroll
+            for (int i = 0; i < ABREAST; i++) barrier_arrive(empty + places[i]);
+        }
+#endif
+      };
+      if (HOLD) {
+#pragma unroll
+        for (int part = 0; part < CHUNKS; part++) use(part);
+      } else {
 #pragma unroll 1
-      for (int u = warp; u < ALL; u += WARPS) {
-        if (!HOLD) take(u);
-#pragma unroll
-        for (int which = 0; which < ABREAST; which++)
-          if (which < width) product(sums[which], next, u, which, width);
+        for (int part = 0; part < CHUNKS; part++) use(part);
       }
+      if (ROLLING) keep_squares(0);
 #pragma unroll
-      for (int which = 0; which < ABREAST; which++)
-        if (which < width) keep(sums[which], batch - width + 1 + which);
+      for (int i = 0; i < ABREAST; i++) keep(sums[i], results, batch - ABREAST + 1 + i);
     }
-    next += width;
-    if (batch == BATCH - 1 || j == tiles - 1) {
+    if (batch == BATCH - 1 || last == tiles - 1) {
       STAMP(5);
       sync_threads(THREADS);
       STAMP(6);
@@ -266,7 +355,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
         float total = 0.f, square = 0.f;
 #pragma unroll
         for (int w = 0; w < WARPS; w += FINISHERS) {
-          total += partial[(which * WARPS + w + share) * MAX_TOKENS * TILE + at];
+          total += results[(which * WARPS + w + share) * MAX_TOKENS * TILE + at];
           if (NORM) square += squares[(w + share) * MAX_TOKENS + token];
         }
 #pragma unroll
@@ -275,25 +364,30 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
           if (NORM) square += __shfl_xor_sync(ALL_LANES, square, o);
         }
         bool mine = share == 0 && token < tokens && first + lane / FINISHERS < outputs;
-        done(j - batch + which, at % TILE, token, total, square, mine);
+        done(last - batch + which, at % TILE, token, total, square, mine);
       }
-      if (j < tiles - 1) sync_threads(THREADS);  // `partial` is written again
+      // The next batch's barrier comes before these floats are written again, if it has its own.
+      if (BUFFERS == 1 && last < tiles - 1) sync_threads(THREADS);
     }
   }
   STAMP(7);
 }
 
-// How many of `all` row tiles a block has that takes blockIdx.x, blockIdx.x + gridDim.x, ...
+// Blocks take tiles ABREAST at a time: block b the b-th, then gridDim.x further on, and so on. How many
+// of `all` row tiles (a multiple of ABREAST) this one has, and its j-th.
 __device__ __forceinline__ int own_tiles(int all) {
-  int first = blockIdx.x, stride = gridDim.x;
-  return all > first ? (all - first - 1) / stride + 1 : 0;
+  int first = blockIdx.x, stride = gridDim.x, count = all / ABREAST;
+  return count > first ? ((count - first - 1) / stride + 1) * ABREAST : 0;
+}
+__device__ __forceinline__ int own_tile(int j) {
+  return (blockIdx.x + j / ABREAST * gridDim.x) * ABREAST + j % ABREAST;
 }
 
 // With one token: the value of `column` (float32 [16 x row_tiles]) at the row for which this thread
 // will be asked to finish a tile of the first batch.
 __device__ __forceinline__ float row_ahead(const float* column, int row_tiles) {
   static_assert(BATCH * TILE * FINISHERS <= THREADS, "a thread finishes one row of a batch");
-  int at = threadIdx.x / FINISHERS, tile = blockIdx.x + at / TILE * gridDim.x;
+  int at = threadIdx.x / FINISHERS, tile = own_tile(at / TILE);
   bool mine = at < BATCH * TILE && tile < row_tiles;
   return mine ? __ldcg(column + tile * TILE + at % TILE) : 0.f;
 }

@@ -22,17 +22,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
 lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const float* x,
         const float* __restrict__ norm, int rows, int vocab, int tokens, float eps) {
   SHARED_MEMORY(shared);
-  auto tile = [&](int j) { return static_cast<int>(blockIdx.x + j * gridDim.x); };
   constexpr int SLICES = K / SLICE / PARTS;
   auto chunk = [&](int j, int part) {
-    return w + (static_cast<size_t>(tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
+    return w + (static_cast<size_t>(own_tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
   u64 mine = 0;
   int mine_token = -1;
   stream_tiles<SLICES, PARTS, TOKENS, true, false, true>(
-      shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, [] {}, chunk,
+      shared, own_tiles(rows / TILE), x, tokens, norm, Nothing{}, [] {}, chunk,
       [&](int j, int r, int token, float sum, float square, bool counts) {
-        int row = tile(j) * TILE + r;
+        int row = own_tile(j) * TILE + r;
         if (row >= vocab || !counts) return;
         float y = sum * rsqrtf(square / K + eps);
         logits[static_cast<size_t>(token) * vocab + row] = y;

@@ -19,19 +19,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
 output(float* residual, const u8* __restrict__ w, const float* __restrict__ bias, const float* x,
        int rows, int tokens) {
   SHARED_MEMORY(shared);
-  auto tile = [&](int j) { return static_cast<int>(blockIdx.x + j * gridDim.x); };
   constexpr int SLICES = K / SLICE / PARTS;
   auto chunk = [&](int j, int part) {
-    return w + (static_cast<size_t>(tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
+    return w + (static_cast<size_t>(own_tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
   float before = 0.f;
   auto fetch_before = [&] {
     if (TOKENS == 1) before = row_ahead(residual, rows / TILE);
   };
   stream_tiles<SLICES, PARTS, TOKENS, true, true, false>(
-      shared, own_tiles(rows / TILE), x, tokens, nullptr, [] {}, fetch_before, chunk,
+      shared, own_tiles(rows / TILE), x, tokens, nullptr, Nothing{}, fetch_before, chunk,
       [&](int j, int r, int token, float sum, float, bool mine) {
-        int row = tile(j) * TILE + r;
+        int row = own_tile(j) * TILE + r;
         if (!mine) return;
         float* at = residual + static_cast<size_t>(token) * rows + row;
         *at = (TOKENS == 1 && j < BATCH ? before : *at) + (bias ? sum + bias[row] : sum);

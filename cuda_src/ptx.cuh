@@ -52,6 +52,16 @@ __device__ __forceinline__ void stamp(int i) {
 #define BULK 0
 #endif
 
+// Waits about so many nanoseconds.
+__device__ __forceinline__ void pause(u32 nanoseconds) {
+#ifndef CUDA_CPU
+  u64 start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start)::"memory");
+  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  while (now - start < nanoseconds);
+#endif
+}
+
 #ifndef CUDA_CPU
 #define SHARED_MEMORY(name) extern __shared__ __align__(128) unsigned char name[]
 // 16 bytes that are read once: no room in L1.
@@ -81,15 +91,27 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], const uint4& a, u32 b0, 
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
+// A place in shared memory, hidden from the compiler, which would compute it anew for every use.
+struct SharedAt {
+  u32 address;
+  __device__ __forceinline__ SharedAt(const void* p)
+      : address(static_cast<u32>(__cvta_generic_to_shared(p))) {
+    asm volatile("" : "+r"(address));
+  }
+  __device__ __forceinline__ SharedAt operator+(int bytes) const {
+    SharedAt moved = *this;
+    moved.address += bytes;
+    return moved;
+  }
+};
 // 16 bytes (or 8, or 4) into shared memory in the background; groups of copies end in order.
 // async_wait<N>: until at most N of this thread's groups are on their way.
 template <int BYTES>
-__device__ __forceinline__ void async_copy(void* to, const void* from) {
-  u32 address = static_cast<u32>(__cvta_generic_to_shared(to));
+__device__ __forceinline__ void async_copy(SharedAt to, const void* from) {
   if constexpr (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to.address), "l"(from) : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(BYTES)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to.address), "l"(from), "n"(BYTES)
                  : "memory");
 }
 __device__ __forceinline__ void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -100,18 +122,16 @@ __device__ __forceinline__ void async_wait() {
 // Four matrices of 8 rows of 16 bytes in shared memory, the rows of matrix i at the addresses of
 // lanes 8 i and on. Lane 4 g + t gets of each matrix bytes 4 t to 4 t + 3 of row g; or, transposed,
 // the g-th 16 bits of rows 2 t (low) and 2 t + 1.
-__device__ __forceinline__ void load_matrices(u32 (&r)[4], const void* row) {
-  u32 address = static_cast<u32>(__cvta_generic_to_shared(row));
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], SharedAt row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
+               : "r"(row.address)
                : "memory");
 }
-__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], const void* row) {
-  u32 address = static_cast<u32>(__cvta_generic_to_shared(row));
+__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], SharedAt row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
+               : "r"(row.address)
                : "memory");
 }
 // 2^v, within 2 ulp; 0 for -infinity.
@@ -184,35 +204,49 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 // mbarriers: `arrivals` threads (and the bytes of bulk copies) complete a phase; phases alternate.
-__device__ __forceinline__ void barrier_init(u64* barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
-               "r"(arrivals)
+// Their addresses are hidden from the compiler, which would compute them anew for every use.
+struct Barrier {
+  u32 address;
+  __device__ __forceinline__ Barrier(const u64* p) : address(shared_address(p)) {
+    asm volatile("" : "+r"(address));
+  }
+  __device__ __forceinline__ Barrier operator+(int i) const {  // the i-th after this one
+    Barrier other = *this;
+    other.address += 8 * i;
+    return other;
+  }
+};
+__device__ __forceinline__ void barrier_init(Barrier barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier.address), "r"(arrivals)
                : "memory");
 }
 __device__ __forceinline__ void barrier_init_done() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ __forceinline__ void barrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void barrier_arrive(Barrier barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier.address)
+               : "memory");
 }
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 phase) {
+__device__ __forceinline__ void barrier_wait(Barrier barrier, u32 phase) {
   asm volatile(
       "{\n.reg .pred done;\nagain%=:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again%=;\n}" ::"r"(shared_address(barrier)),
+      "@!done bra again%=;\n}" ::"r"(barrier.address),
       "r"(phase)
       : "memory");
 }
 // Copies bytes (a multiple of 16, both sides aligned to 16) and counts them at the barrier.
-__device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, Barrier barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
+                   barrier.address),
                "r"(bytes)
                : "memory");
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(barrier.address), "l"(policy)
       : "memory");
 }
 #endif
@@ -235,8 +269,9 @@ inline uint4 load_stream(const void* p) {
   memcpy(&v, p, 16);
   return v;
 }
+typedef u8* SharedAt;
 template <int BYTES>
-inline void async_copy(void* to, const void* from) {
+inline void async_copy(SharedAt to, const void* from) {
   cpu::async_copy(to, from, BYTES);
 }
 inline void async_commit() { cpu::current->async_groups++; }
@@ -244,8 +279,8 @@ template <int N>
 inline void async_wait() {
   cpu::async_wait(N);
 }
-inline void load_matrices(u32 (&r)[4], const void* row) {
-  auto words = cpu::warp_op(~0u, row, [](auto of, int lane) {
+inline void load_matrices(u32 (&r)[4], SharedAt row) {
+  auto words = cpu::warp_op(~0u, static_cast<const void*>(row), [](auto of, int lane) {
     std::array<u32, 4> out;
     for (int i = 0; i < 4; i++)
       memcpy(&out[i], static_cast<const u8*>(of(8 * i + lane / 4)) + lane % 4 * 4, 4);
@@ -253,8 +288,8 @@ inline void load_matrices(u32 (&r)[4], const void* row) {
   });
   for (int i = 0; i < 4; i++) r[i] = words[i];
 }
-inline void load_matrices_transposed(u32 (&r)[4], const void* row) {
-  auto words = cpu::warp_op(~0u, row, [](auto of, int lane) {
+inline void load_matrices_transposed(u32 (&r)[4], SharedAt row) {
+  auto words = cpu::warp_op(~0u, static_cast<const void*>(row), [](auto of, int lane) {
     std::array<u32, 4> out;
     for (int i = 0; i < 8; i++) {
       unsigned short half;
@@ -304,6 +339,7 @@ inline void mma_bf16(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
   });
 }
 #if BULK
+typedef u64* Barrier;
 inline cpu::Mbarrier* mbarrier(u64* p) { return reinterpret_cast<cpu::Mbarrier*>(p); }
 inline void barrier_init(u64* barrier, u32 arrivals) {
   u8 count = static_cast<u8>(arrivals);

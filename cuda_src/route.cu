@@ -5,8 +5,8 @@
 //   x    float32 [tokens][K]           in: residual stream
 //   norm float32 [K]                   in
 //   tokens int32; eps float32
-// Grid: EXPERTS blocks of 128 threads; the four warps of a block share K, weights in registers.
-// Macros: K (multiple of 128), EXPERTS.
+// Grid: EXPERTS blocks of 32 WARPS threads; the warps of a block share K, weights in registers.
+// Macros: K (multiple of 128), EXPERTS, WARPS (4 or 8).
 // Alignment: w 8 bytes, x and norm 16 bytes.
 // Numerics: float32 products and sums; lanes by a butterfly, then warps in order.
 #include "common.cuh"
@@ -14,18 +14,21 @@
 #if K % 128 != 0
 #error "route needs K in multiples of 128"
 #endif
+#if WARPS != 4 && WARPS != 8
+#error "route needs WARPS 4 or 8"
+#endif
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
 route(float* __restrict__ router_logits, const __nv_bfloat16* __restrict__ w, const float* x,
       const float* __restrict__ norm, int tokens, float eps) {
-  constexpr int SLICES = K / 128, EACH = (SLICES + 3) / 4;
-  __shared__ float2 parts[4];
+  constexpr int SLICES = K / 128, EACH = (SLICES + WARPS - 1) / WARPS;
+  __shared__ float2 parts[WARPS];
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, expert = blockIdx.x;
   uint2 held[EACH] = {};
   float4 factor[EACH] = {};
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
-    int slice = warp + i * 4;
+    int slice = warp + i * WARPS;
     if (slice < SLICES) {
       const __nv_bfloat16* row = w + static_cast<size_t>(expert) * K + slice * 128;
       held[i] = __ldg(reinterpret_cast<const uint2*>(row) + lane);
@@ -40,7 +43,7 @@ route(float* __restrict__ router_logits, const __nv_bfloat16* __restrict__ w, co
     float sum = 0.f, square = 0.f;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      int slice = warp + i * 4;
+      int slice = warp + i * WARPS;
       if (slice < SLICES) {
         const float* row = x + static_cast<size_t>(token) * K + slice * 128;
         float4 q = __ldcg(reinterpret_cast<const float4*>(row) + lane), n = factor[i];
@@ -56,10 +59,10 @@ route(float* __restrict__ router_logits, const __nv_bfloat16* __restrict__ w, co
     if (lane == 0) parts[warp] = make_float2(sum, square);
     __syncthreads();
     if (threadIdx.x == 0) {
-      float2 a = parts[0], b = parts[1], c = parts[2], d = parts[3];
-      float squares = a.y + b.y + c.y + d.y;
-      router_logits[token * EXPERTS + expert] =
-          (a.x + b.x + c.x + d.x) * rsqrtf(squares / K + eps);
+      float dot = parts[0].x, squares = parts[0].y;
+#pragma unroll
+      for (int w = 1; w < WARPS; w++) dot += parts[w].x, squares += parts[w].y;
+      router_logits[token * EXPERTS + expert] = dot * rsqrtf(squares / K + eps);
     }
     __syncthreads();
   }

@@ -87,13 +87,9 @@ class DecodeStep:
         self.seq_lens = xp.zeros(seqs, xp.int32)
         self.history = xp.zeros((seqs, history), xp.int32)
         heads = seqs * a.num_kv_heads
-        # By the model alone, so that results do not depend on who else is in the batch.
-        clusters = max(1, self.blocks // (CLUSTER * a.num_kv_heads))
-        splits = self.tuning.splits or CLUSTER * clusters
-        self.splits = min(splits, 32 * CLUSTER)
-        self.partial = xp.zeros(3 * seqs * a.num_heads * a.head_dim * self.splits, xp.float32)
+        self.fused, self.cluster = True, CLUSTER if self.bulk else 1
+        self.partial = xp.zeros(3 * seqs * a.num_heads * a.head_dim * MAX_CLUSTERS, xp.float32)
         self.arrived = xp.zeros(heads * CLUSTER, xp.uint32)
-        self.fused, self.long = True, False
         self.sampler = Sampler(seqs, spec.vocab_size) if sampled else None
         if cos_sin is None:
             cos_sin = rotary_table(spec, block_table.shape[1] * cache[0][0].page_size)
@@ -108,10 +104,20 @@ class DecodeStep:
 
     def for_context(self, length: int) -> "DecodeStep":
         """The same step on the same buffers, for sequences of up to about `length` tokens: from
-        LONG_CONTEXT on attention takes all warps it can."""
+        LONG_CONTEXT on attention spreads over more multiprocessors, in smaller clusters."""
         step = copy(self)
-        step.long = length >= LONG_CONTEXT
+        if self.bulk:
+            step.cluster = LONG_CLUSTER if length >= LONG_CONTEXT else CLUSTER
         return step
+
+    @property
+    def splits(self) -> int:
+        """Parts of the context that an attention head is spread over: by the model alone, so that
+        results do not depend on who else is in the batch."""
+        a = self.spec.layers[0].attention
+        assert isinstance(a, AttentionSpec)
+        clusters = max(1, self.blocks // (self.cluster * a.num_kv_heads))
+        return self.tuning.splits or self.cluster * min(clusters, MAX_CLUSTERS)
 
     def with_sampler(self, sampler: Sampler) -> "DecodeStep":
         """The same step on the same buffers, with a sampler's choice at its end."""
@@ -194,10 +200,11 @@ class DecodeStep:
         mlp = self.spec.layers[i].mlp
         assert isinstance(mlp, ExpertSpec)
         experts = mlp.router.num_experts
+        warps = 4 if self.spec.hidden_size < WIDE else 8
         launch(
-            kernel("route", "route", K=self.spec.hidden_size, EXPERTS=experts),
+            kernel("route", "route", K=self.spec.hidden_size, EXPERTS=experts, WARPS=warps),
             (experts,),
-            128,
+            32 * warps,
             self.router_logits,
             w["router"],
             self.x,
@@ -212,13 +219,13 @@ class DecodeStep:
         assert isinstance(a, AttentionSpec)
         k, v = self.cache[i]
         formats = k.format, v.format
-        split = AttentionSplit.fit(a.head_dim, *formats, self.shared_bytes, self.long)
+        split = AttentionSplit.fit(a.head_dim, *formats, self.shared_bytes)
         macros = {
             "HEADS": a.num_heads,
             "KV_HEADS": a.num_kv_heads,
             "HEAD_DIM": a.head_dim,
             "PAGE": k.page_size,
-            "CLUSTER": CLUSTER if self.bulk else 1,
+            "CLUSTER": self.cluster,
             "K_FORMAT": KV_CODES[k.format],
             "V_FORMAT": KV_CODES[v.format],
             **split.macros(),
@@ -274,8 +281,8 @@ class DecodeStep:
             "TOP_K": router.top_k,
             "RENORMALIZE": int(router.renormalize),
         }
-        top_k, blocks = router.top_k, self.blocks
-        tiles = -(-top_k * 2 * width // ROWS // blocks)
+        top_k = router.top_k
+        tiles = top_k * 2 * width // ROWS
         stream = self._stream(gate_up.format, hidden // COLUMNS, 1, 1, tiles)
         form = {"W_FORMAT": W_CODES[gate_up.format]}
         launch(
@@ -290,9 +297,9 @@ class DecodeStep:
             self.spec.eps,
             shared=stream.shared,
         )
-        tiles = -(-(hidden // ROWS) // blocks)
-        stream = self._stream(down.format, width // COLUMNS, top_k, 1, tiles)
-        form = {"W_FORMAT": W_CODES[down.format]}
+        stream = self._stream(down.format, width // COLUMNS, top_k, 1, hidden // ROWS)
+        # Resident weights are asked for while gate_up still waits for its own.
+        form = {"W_FORMAT": W_CODES[down.format], "PAUSE": PAUSE if stream.resident else 0}
         launch(
             kernel("experts", "down", **macros, **form, **stream.macros()),
             (self.blocks, self.num_seqs),
@@ -306,18 +313,22 @@ class DecodeStep:
 
     def _gemv(self, stem: str, w: QuantTensor) -> tuple[Any, int, int]:
         """The kernel for a dense weight, its threads a block and its dynamic shared memory."""
-        slices = w.shape[1] // COLUMNS
-        tiles = -(-w.codes.shape[0] // self.blocks)
-        stream = self._stream(w.format, slices, 1, self.num_seqs, tiles)
+        stream = self._stream(w.format, w.shape[1] // COLUMNS, 1, self.num_seqs, w.codes.shape[0])
         macros = {"K": w.shape[1], "TOKENS": self.num_seqs, "W_FORMAT": W_CODES[w.format]}
         return kernel(stem, stem, **macros, **stream.macros()), stream.threads, stream.shared
 
     def _stream(self, form: str, slices: int, stacked: int, tokens: int, tiles: int) -> Stream:
-        return Stream.fit(form, slices, stacked, tokens, tiles, self.bulk, self.shared_bytes)
+        return Stream.fit(
+            *(form, slices, stacked, tokens, tiles),
+            *(self.blocks, self.bulk, self.shared_bytes),
+        )
 
 
-CLUSTER = 8
-LONG_CONTEXT = 8192
+CLUSTER, LONG_CLUSTER, MAX_CLUSTERS, LONG_CONTEXT = 8, 2, 64, 8192
+PAUSE, WIDE = 1000, 4096
+"""Blocks of attention that combine their parts of a context in shared memory, and for contexts from
+LONG_CONTEXT tokens on; most clusters a head; nanoseconds by which `down` lets `gate_up` have its
+weights first; hidden sizes for which the router takes more warps."""
 MAX_TOP_K = 32
 _LAYER_WEIGHTS = (
     *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),

@@ -9,8 +9,10 @@ from npmoe.formats.quant_tensor import CODES_PER_BYTE
 CHUNK_BYTES, PAIRED_CHUNK_BYTES = 40_000, 24_000
 RING_BYTES = 114_000
 MAX_BATCH = 16
+SLICE_BYTES, WINDOW_FROM = 512, 6
 STATIC_BYTES = 256
 """Largest chunk, the same where tiles go in pairs, and ring; most tiles between two reductions;
+activations of a token's slice, and from how many slices a warp they pass through a window;
 room for a kernel's own arrays."""
 
 
@@ -19,16 +21,20 @@ class Stream:
     """Macros and launch of one kernel.
 
     parts: chunks a row tile. stages: chunks in the ring. resident: the ring holds all chunks of a
-    block. batch: tiles between two reductions. paired: tiles are multiplied two by two, so that
-    activations are read half as often. bulk: copies into shared memory by hardware.
-    warps: of a block that multiply. shared: dynamic shared memory of a block in bytes.
+    block. batch: tiles between two reductions. buffers: 2 where one batch is finished while the
+    next is multiplied. paired: tiles are multiplied two by two, so that what one waits for, the
+    other hides, and activations are read half as often. rolling: slices of a warp's window through
+    which activations pass where a block reads them only once, or 0. bulk: copies into shared memory
+    by hardware. warps: of a block that multiply. shared: its dynamic shared memory in bytes.
     """
 
     parts: int
     stages: int
     resident: bool
     batch: int
+    buffers: int
     paired: bool
+    rolling: int
     bulk: bool
     warps: int
     shared: int
@@ -41,10 +47,11 @@ class Stream:
         stacked: int,
         tokens: int,
         tiles: int,
+        blocks: int,
         bulk: bool,
         shared_bytes: int,
     ) -> "Stream":
-        """For row tiles of `stacked` runs of `slices` records, at most `tiles` of them a block.
+        """For `tiles` row tiles of `stacked` runs of `slices` records, shared by `blocks` blocks.
 
         form: the weight format. tokens: activations side by side. shared_bytes: shared memory that
         a block of this GPU can have.
@@ -54,32 +61,18 @@ class Stream:
         narrow = form in CODES_PER_BYTE and tokens <= 4
         choices = (16, 8, 4, 2, 1) if narrow else (8, 4, 2, 1)
         largest = PAIRED_CHUNK_BYTES if narrow else CHUNK_BYTES
-        staged = slices * stacked * tokens * 2 * 16 * 16
+        own = -(-tiles // blocks)  # of the block that has most
+        own_in_pairs = 2 * -(-tiles // (2 * blocks))
+        pairs_fit = tiles % 2 == 0 and own > 1 and 8 * own_in_pairs <= 9 * own
+        work = _Work(narrow, slices * stacked, tokens, own, pairs_fit, bulk, shared_bytes)
         for parts in range(1, slices + 1):
             each = slices // parts
             chunk = each * RECORD_BYTES[form]
-            if slices % parts or (chunk > largest and each > 1):
-                continue
-            place, total = chunk + 16, tiles * stacked * parts  # two barriers with every chunk
-            for warps in choices:
-                batch = min(tiles, MAX_BATCH, max(2, warps // 2))  # a thread finishes one row
-                while True:
-                    shared = staged + warps * tokens * 4 * (1 + ROWS * batch)
-                    room = shared_bytes - STATIC_BYTES - shared
-                    if batch == 1 or room >= (min(total, 2) * place if bulk else 0):
-                        break
-                    batch //= 2
-                if not bulk:
-                    if room >= 0:
-                        return cls(parts, 2, False, batch, False, False, warps, shared)
-                    continue
-                stages = min(total, room // place, max(2, RING_BYTES // place))
-                if stages == total or (stages >= 2 and each >= warps):
-                    shared += stages * place
-                    resident = stages == total
-                    paired = narrow and not resident and tiles > 1
-                    paired &= stages >= 4 and (batch % 2 == 0 or batch == tiles)
-                    return cls(parts, stages, resident, batch, paired, True, warps, shared)
+            if slices % parts == 0 and (chunk <= largest or each == 1):
+                for warps in choices:
+                    found = work.stream(parts, stacked * parts, each, chunk, warps)
+                    if found is not None:
+                        return found
         raise UnsupportedModel(
             f"{slices * stacked * COLUMNS} columns x {tokens} tokens do not fit the "
             f"{shared_bytes:,} bytes of this GPU's shared memory; use device='cpu'"
@@ -97,10 +90,68 @@ class Stream:
             "STAGES": self.stages,
             "RESIDENT": int(self.resident),
             "BATCH": self.batch,
+            "BUFFERS": self.buffers,
             "PAIRED": int(self.paired),
+            "ROLLING": self.rolling,
             "BULK": int(self.bulk),
             "WARPS": self.warps,
         }
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a block has to do: `own` row tiles of `slices` slices. narrow: 4-bit codes, few tokens.
+    pairs_fit: tiles can be taken two by two without leaving blocks idle."""
+
+    narrow: bool
+    slices: int
+    tokens: int
+    own: int
+    pairs_fit: bool
+    bulk: bool
+    shared_bytes: int
+
+    def stream(
+        self, parts: int, chunks: int, each: int, chunk_bytes: int, warps: int
+    ) -> Stream | None:
+        """With this many warps and `chunks` chunks of `each` records a tile, if that fits."""
+        batch = min(self.own, MAX_BATCH, max(2, warps // 2))  # a thread finishes one row
+        buffers = 2 if self.bulk and batch < self.own else 1
+        once = self.bulk and self.tokens == 1 and self.slices >= WINDOW_FROM * warps
+        once &= self.own == 1 or (self.own == 2 and self.pairs_fit)
+        window = (2 if each % warps == 0 else 1) if once else 0
+        place, total = chunk_bytes + 16, self.own * chunks  # two barriers with every chunk
+        least = min(total, 2) * place if self.bulk else 0
+        while batch > 1 and self._shared(warps, batch, buffers, window) + least > self._room:
+            batch //= 2
+        shared = self._shared(warps, batch, buffers, window)
+        left = self._room - shared
+        if not self.bulk:
+            if left < 0:
+                return None
+            return Stream(parts, 2, False, batch, 1, False, 0, False, warps, shared)
+        stages = min(total, left // place, max(2, RING_BYTES // place))
+        if stages == total and not once:
+            shared += stages * place
+            return Stream(parts, stages, True, batch, buffers, False, 0, True, warps, shared)
+        if stages < 2 or each < warps:
+            return None
+        two_by_two = once or (self.narrow and stages >= 4 and batch % 2 == 0)
+        # So much shared memory that two blocks of a kernel never share a multiprocessor.
+        shared = max(shared + stages * place, self.shared_bytes // 2)
+        return Stream(
+            *(parts, stages, stages == total, batch, buffers, self.pairs_fit and two_by_two),
+            *(window, True, warps, shared),
+        )
+
+    @property
+    def _room(self) -> int:
+        return self.shared_bytes - STATIC_BYTES
+
+    def _shared(self, warps: int, batch: int, buffers: int, window: int) -> int:
+        """Bytes beside the ring: activations, their squares, and sums."""
+        staged = (window * warps if window else self.slices) * self.tokens * SLICE_BYTES
+        return staged + warps * self.tokens * 4 * (1 + ROWS * batch * buffers)
 
 
 CHUNK_TOKENS = 16
@@ -123,25 +174,17 @@ class AttentionSplit:
     least: int
 
     @classmethod
-    def fit(
-        cls, head_dim: int, key: str, value: str, shared_bytes: int, long: bool = False
-    ) -> "AttentionSplit":
-        """For heads of this size and formats, on a GPU whose blocks can have `shared_bytes`.
-
-        long: for contexts in which attention takes so long that as many warps as possible count for
-        more than room for the kernels before and after it.
-        """
+    def fit(cls, head_dim: int, key: str, value: str, shared_bytes: int) -> "AttentionSplit":
+        """For heads of this size and formats, on a GPU whose blocks can have `shared_bytes`."""
         stage = 0
         for name in (key, value):
             stage += CHUNK_TOKENS * (
                 head_dim // 2 + head_dim // 16 if name == "fp4" else 2 * head_dim
             )
             stage += CHUNK_TOKENS * 16  # rows on different banks
-        room = shared_bytes - ATTENTION_STATIC_BYTES
-        room = room if long else min(ATTENTION_BYTES, room)
-        choices = (16, 8, 4, 2) if long else (8, 4, 2)
+        room = min(ATTENTION_BYTES, shared_bytes - ATTENTION_STATIC_BYTES)
         warps, stages = next(
-            (w, s) for w in choices for s in (3, 2) if w * s * stage <= room or (w, s) == (2, 2)
+            (w, s) for w in (8, 4, 2) for s in (3, 2) if w * s * stage <= room or (w, s) == (2, 2)
         )
         return cls(warps, stages, warps * stages * stage, warps * CHUNK_TOKENS)
 

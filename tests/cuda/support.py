@@ -8,7 +8,7 @@ from unittest.mock import patch
 import numpy as np
 
 from npmoe.dtypes import Array
-from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, to_fragments
+from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS, to_fragments
 from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.models import stream
 from npmoe.models.decode import W_CODES
@@ -125,6 +125,7 @@ def streaming(
     fmt: str,
     columns: int,
     tiles: int,
+    rows: int,
     ring: int,
     stacked: int = 1,
     tokens: int = 1,
@@ -132,7 +133,8 @@ def streaming(
 ) -> Streaming:
     """A kernel of cuda_src/<stem>.cu, launched as the decode step would.
 
-    columns: of each of the `stacked` matrices side by side; `tiles` row tiles a block at most.
+    columns: of each of the `stacked` matrices side by side; `tiles` row tiles a block at most, in
+    pairs only where `rows` are pairs of tiles.
     Chunks are of 4 records at most; ring: how many fit the ring (few, so that it wraps round in
     small cases; more where fewer would be wrong), 0 for a GPU without bulk copies.
     """
@@ -142,9 +144,11 @@ def streaming(
         "PAIRED_CHUNK_BYTES": chunk_bytes,
         "RING_BYTES": ring * (chunk_bytes + 16),
     }
+    odd = -(-rows // ROWS) % 2 == 1
+    tiles += odd and tiles % 2 == 0
     with patch.multiple(stream, **changed):
         fitted = stream.Stream.fit(
-            *(fmt, columns // COLUMNS, stacked, tokens, tiles), ring > 0, SHARED_BYTES
+            *(fmt, columns // COLUMNS, stacked, tokens, tiles, 1), ring > 0, SHARED_BYTES
         )
     macros |= {"W_FORMAT": W_CODES[fmt]} | fitted.macros()
     return Streaming(kernel(stem, name, **macros), fitted.threads, fitted.shared)

@@ -1,6 +1,6 @@
 """cuda_src/attention.cu on the CPU: what it writes to the cache, and attention over the cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -105,12 +105,14 @@ def make_step(
 
 
 def run_attention(
-    h: Heads, step: Step, fused: bool = True, long: bool = False
+    h: Heads, step: Step, fused: bool = True, warps: int | None = None
 ) -> tuple[np.ndarray, KVPages, KVPages]:
     """out `[S, heads, D]`, and the pages afterwards. fused: attention itself stores the new tokens,
-    else store_kv before it. long: as for long contexts."""
+    else store_kv before it. warps: of a block, if not as many as usual."""
     seqs = len(step.lengths)
-    split = AttentionSplit.fit(h.dim, h.k_format, h.v_format, 227 << 10, long)
+    split = AttentionSplit.fit(h.dim, h.k_format, h.v_format, 227 << 10)
+    if warps is not None:
+        split = replace(split, warps=warps, shared=split.shared // split.warps * warps)
     macros = dict(
         **{"HEADS": h.heads, "KV_HEADS": h.kv_heads, "HEAD_DIM": h.dim, "PAGE": h.page},
         **{"K_FORMAT": KV_CODES[h.k_format], "V_FORMAT": KV_CODES[h.v_format]},
@@ -196,11 +198,11 @@ def test_attention(h: Heads, cluster: int, splits: int, lengths: tuple[int, ...]
     assert relative_error(out, expected) < 3e-5
 
 
-@pytest.mark.parametrize(("cluster", "splits"), [(1, 2), (8, 8)])
+@pytest.mark.parametrize(("cluster", "splits"), [(1, 2), (2, 6), (4, 4), (8, 8)])
 @by_heads
 def test_more_warps_attend_alike(h: Heads, cluster: int, splits: int) -> None:
     step = make_step(h, splits, (5, 700), plain=False, cluster=cluster)
-    few, many = run_attention(h, step), run_attention(h, step, long=True)
+    few, many = run_attention(h, step), run_attention(h, step, warps=16)
     assert relative_error(many[0], few[0]) < 3e-6
     assert all(same_pages(a, b) for a, b in zip(few[1:], many[1:], strict=True))
 

@@ -113,7 +113,8 @@ def test_no_spills_and_few_registers(step: tuple[GPU, Shape, str, Format, int]) 
         kernel = launch.kernel
         usage = compiled(kernel, gpu)[kernel.name]
         assert usage.spilled == 0, f"{kernel} spills {usage.spilled} bytes"
-        ringed = dict(kernel.macros).get("BULK") == 1 and not dict(kernel.macros)["RESIDENT"]
+        macros = dict(kernel.macros)
+        ringed = macros.get("BULK") == 1 and macros.get("RESIDENT") == 0
         budget = REGISTERS // (1 if ringed else BLOCKS) // launch.threads
         assert usage.registers <= budget, f"{kernel}: {usage.registers} registers of {budget}"
 
@@ -156,7 +157,8 @@ def test_prepare_compiles(gpu: GPU, source: int, target: int) -> None:
 @pytest.mark.parametrize(
     ("stem", "macros", "message"),
     [
-        ("route", {"K": 100, "EXPERTS": 8}, "route needs K"),
+        ("route", {"K": 100, "EXPERTS": 8, "WARPS": 4}, "route needs K"),
+        ("route", {"K": 128, "EXPERTS": 8, "WARPS": 2}, "route needs WARPS"),
         ("qkv", {"K": 256, "TOKENS": 1, "WARPS": 8}, "define W_FORMAT"),
         ("lm_head", DENSE | {"W_FORMAT": 7}, "define W_FORMAT as 0 to 6"),
         (
@@ -165,7 +167,7 @@ def test_prepare_compiles(gpu: GPU, source: int, target: int) -> None:
             "1 to 8 query heads",
         ),
         ("attention", ATTENTION | {"K_FORMAT": 2}, "define K_FORMAT"),
-        ("attention", ATTENTION | {"CLUSTER": 4}, "CLUSTER 1 or 8"),
+        ("attention", ATTENTION | {"CLUSTER": 3}, "CLUSTER 1, 2, 4 or 8"),
         ("embed", {"K": 129}, "even K"),
         *((stem, DENSE | {"K": 200}, "multiples of 128") for stem in ("qkv", "output", "lm_head")),
         *((stem, DENSE | {"TOKENS": 9}, "TOKENS 1 to 8") for stem in ("qkv", "output", "lm_head")),

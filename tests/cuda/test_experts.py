@@ -77,7 +77,7 @@ def expert_kernel(name: str, case: Case) -> Streaming:
     macros = {"HIDDEN": case.hidden, "WIDTH": case.width, "EXPERTS": case.experts}
     macros |= {"TOP_K": case.top_k, "RENORMALIZE": case.renormalize}
     stacked, tiles = 1 if name == "gate_up" else case.top_k, -(-rows // ROWS // case.blocks)
-    return streaming("experts", name, case.fmt, columns, tiles, case.ring, stacked, **macros)
+    return streaming("experts", name, case.fmt, columns, tiles, rows, case.ring, stacked, **macros)
 
 
 def inputs(case: Case) -> tuple[Any, ...]:

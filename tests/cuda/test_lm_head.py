@@ -53,7 +53,7 @@ def run_lm_head(
     (vocab, columns), tokens = w.shape, x.shape[0]
     macros = {"K": columns, "TOKENS": max_tokens}
     lm_head = streaming(
-        "lm_head", "lm_head", w.format, columns, tiles, ring, tokens=max_tokens, **macros
+        "lm_head", "lm_head", w.format, columns, tiles, vocab, ring, tokens=max_tokens, **macros
     )
     records = codes(w)
 

@@ -56,7 +56,9 @@ def test_output(
     before = rng.standard_normal((tokens, rows)).astype(np.float32)
     bias = rng.standard_normal(rows).astype(np.float32) if biased else None
     macros = {"K": columns, "TOKENS": max_tokens}
-    output = streaming("output", "output", fmt, columns, tiles, ring, tokens=max_tokens, **macros)
+    output = streaming(
+        "output", "output", fmt, columns, tiles, rows, ring, tokens=max_tokens, **macros
+    )
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
         residual = memory.writable(before)

@@ -56,7 +56,7 @@ def test_qkv(
     norm = rng.uniform(0.5, 1.5, columns).astype(np.float32)
     bias = rng.standard_normal(rows).astype(np.float32) if biased else None
     macros = {"K": columns, "TOKENS": max_tokens}
-    qkv = streaming("qkv", "qkv", fmt, columns, tiles, ring, tokens=max_tokens, **macros)
+    qkv = streaming("qkv", "qkv", fmt, columns, tiles, rows, ring, tokens=max_tokens, **macros)
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
         projected = memory.output(tokens, rows)

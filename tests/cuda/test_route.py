@@ -15,20 +15,20 @@ EPS = 1e-6
 
 
 @pytest.mark.parametrize(
-    ("columns", "experts", "tokens"),
-    [pytest.param(256, 3, 1, marks=pytest.mark.sanitize), (640, 20, 3), (640, 20, 8)],
+    ("columns", "experts", "tokens", "warps"),
+    [pytest.param(256, 3, 1, 4, marks=pytest.mark.sanitize), (640, 20, 3, 4), (1152, 20, 8, 8)],
 )
-def test_router_logits(columns: int, experts: int, tokens: int) -> None:
+def test_router_logits(columns: int, experts: int, tokens: int, warps: int) -> None:
     rng = np.random.default_rng(columns + tokens)
     w = quantize((rng.standard_normal((experts, columns)) * 0.1).astype(np.float32), "bf16")
     x = activations(rng, tokens, columns)
     norm = rng.uniform(0.5, 1.5, columns).astype(np.float32)
-    route = kernel("route", "route", K=columns, EXPERTS=experts)
+    route = kernel("route", "route", K=columns, EXPERTS=experts, WARPS=warps)
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
         logits = memory.output(tokens, experts)
         launch(
-            *(route, (experts,), 128, logits, memory.read_only(w.codes)),
+            *(route, (experts,), 32 * warps, logits, memory.read_only(w.codes)),
             *(memory.read_only(x), memory.read_only(norm), tokens, EPS),
             seed=seed,
         )

@@ -27,7 +27,7 @@ def product(fragments: QuantTensor, x: Array) -> Array:
     rows, columns = tiles * ROWS, slices * COLUMNS
     macros = {"K": columns, "TOKENS": TOKENS}
     output = streaming(
-        "output", "output", fragments.format, columns, tiles, 2, tokens=TOKENS, **macros
+        "output", "output", fragments.format, columns, tiles, rows, 2, tokens=TOKENS, **macros
     )
     found = np.zeros((len(x), rows), np.float32)
     for first in range(0, len(x), TOKENS):
