@@ -41,9 +41,6 @@
 #define W_INT4_ASYM 4
 #define W_MXFP4 5
 #define W_NVFP4 6
-#ifndef UNPACK_WIDE
-#define UNPACK_WIDE 0
-#endif
 #if !defined(W_FORMAT) || W_FORMAT < 0 || W_FORMAT > 6
 #error "define W_FORMAT as 0 to 6: bf16, fp4, fp8, int4, int4_asym, mxfp4, nvfp4"
 #endif
@@ -152,20 +149,10 @@ struct E2M1 : FourBits {
   // Pairs 0 and 1, or 2 and 3, of a word.
   static __device__ __forceinline__ uint2 front(u32 v) {
     constexpr u32 BITS = 0x81C081C0u;
-#if UNPACK_WIDE
-    u64 wide = static_cast<u64>(v) * (gridDim.z << 26);
-    return make_uint2(v & BITS, (static_cast<u32>(wide) | static_cast<u32>(wide >> 32)) & BITS);
-#else
     return make_uint2(v & BITS, __funnelshift_r(v, v, 6) & BITS);
-#endif
   }
   static __device__ __forceinline__ uint2 back(u32 v) {
-#if UNPACK_WIDE > 1
-    u32 right = static_cast<u32>(static_cast<u64>(v) * (gridDim.z << 28) >> 32);
-#else
-    u32 right = v >> 4;
-#endif
-    return make_uint2((v << 6) & 0x81C081C0u, ((v << 4) & 0x81808180u) | (right & 0x00400040u));
+    return make_uint2((v << 6) & 0x81C081C0u, ((v << 4) & 0x81808180u) | ((v >> 4) & 0x00400040u));
   }
 };
 
