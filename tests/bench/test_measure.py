@@ -11,9 +11,10 @@ from npmoe.bench.kernels import as_records, kernel_times, table
 from npmoe.bench.measure import BenchOptions
 from npmoe.bench.subject import named_shape
 from npmoe.config import KVCacheConfig, parse_weights
+from npmoe.models.decode import DecodeStep
 from tests.bench.conftest import TINY
 from tests.cli_fixtures import make_checkpoint
-from tests.cuda.fake_gpu import FakeGPU
+from tests.cuda.fake_gpu import FakeGPU, Stream
 
 FP4 = ("--weights", "fp4", "--kv-cache", "fp4")
 OPS = ["embed", *(["qkv", "attention", "output", "route", "gate_up", "down"] * 2), "lm_head"]
@@ -124,6 +125,26 @@ def test_a_converted_checkpoint_is_checked_in_its_formats(
         <= set(gpu.launched)
         <= {named(op, "fp4") for op in OPS} | {"roofline", "prepare_fp4", "sample", "store_kv_fp4"}
     )
+
+
+@pytest.mark.parametrize("nvtx", [(), ("--nvtx",)], ids=["graphs", "ranges"])
+def test_no_step_goes_past_the_context(
+    nvtx: tuple[str, ...],
+    gpu: FakeGPU,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Five full pages have no room for a 41st token; making a graph runs its step, too."""
+    enqueue, before = DecodeStep.enqueue, []
+
+    def watched(step: DecodeStep) -> None:
+        if Stream.current and Stream.current[-1].captured is None:  # it runs
+            before.append(int(step.seq_lens.max()))
+        enqueue(step)
+
+    monkeypatch.setattr(DecodeStep, "enqueue", watched)
+    bench(capsys, "--shape", "tiny", "--context", 40, "--page-size", 8, *nvtx, *FP4)
+    assert max(before) == 39
 
 
 def test_a_batch_of_three_has_no_graph(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
