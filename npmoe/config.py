@@ -423,16 +423,22 @@ WEIGHT_FORMATS = (
 WEIGHT_PARTS = ("experts", "mlp", "attention", "lm_head")
 
 
+KV_PRESETS = {"k8v4": "int8,fp4"}
+ROTATED = "rotated"
+
+
 @dataclass(frozen=True)
 class KVCacheConfig:
     """Formats of the paged cache. Keys and values are independent.
 
-    `group_size` elements along head_dim share one fp16 scale (8- and 4-bit formats only).
+    `group_size` elements along head_dim share one fp16 scale (8- and 4-bit formats only). rotated:
+    heads are multiplied by a Hadamard matrix before they are quantised, and results back.
     """
 
     key_format: str = "bf16"
     value_format: str = "bf16"
     group_size: int = 32
+    rotated: bool = False
 
     def __post_init__(self) -> None:
         for name in (self.key_format, self.value_format):
@@ -443,18 +449,27 @@ class KVCacheConfig:
 
     @classmethod
     def parse(cls, value: "str | tuple[str, str] | KVCacheConfig") -> "KVCacheConfig":
-        """A word for both, a pair (keys, values) or "K,V", or a KVCacheConfig as it is."""
+        """A word for both, "k8v4", a pair (keys, values) or "K,V", any word with ":rotated" behind
+        it, or a KVCacheConfig as it is."""
         if isinstance(value, KVCacheConfig):
             return value
         if isinstance(value, str):
-            keys, comma, values = value.partition(",")
-            return cls(keys, values if comma else keys)
-        if isinstance(value, tuple | list) and len(value) == 2:
+            formats, colon, option = value.partition(":")
+            keys, comma, values = KV_PRESETS.get(formats, formats).partition(",")
+            if not colon or option == ROTATED:
+                return cls(keys, values if comma else keys, rotated=bool(colon))
+        elif isinstance(value, tuple | list) and len(value) == 2:
             return cls(*value)
         raise ValueError(
-            f"kv_cache = {value!r}: pass a format ({', '.join(KV_FORMATS)}), a pair "
-            f"(keys, values), or a KVCacheConfig"
+            f"kv_cache = {value!r}: pass a format ({', '.join((*KV_FORMATS, *KV_PRESETS))}), "
+            f"with :{ROTATED} behind it or not, a pair (keys, values), or a KVCacheConfig"
         )
+
+    def __str__(self) -> str:
+        """As `parse` reads it, but for group_size."""
+        keys, values = self.key_format, self.value_format
+        formats = keys if keys == values else f"{keys},{values}"
+        return f"{formats}:{ROTATED}" if self.rotated else formats
 
 
 WeightsPolicy = dict[str, str]

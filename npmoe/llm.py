@@ -83,7 +83,8 @@ class LLM:
         device: "auto" (the GPU if there is one), "cpu" or "cuda".
         weights: "native" keeps the checkpoint's formats; a format ("fp4", "fp8", "int8", ...) or a
         dict part -> format (parts: experts, mlp, attention, lm_head) converts at load.
-        kv_cache: format of cached keys and values, a pair of formats, or a KVCacheConfig.
+        kv_cache: format of cached keys and values, a pair of formats, or a KVCacheConfig; words as
+        `KVCacheConfig.parse` reads them.
         max_seq_len: longest prompt + completion in tokens; None takes the model's own limit, or
         what memory_fraction of the free memory holds if that is less.
         max_num_seqs: sequences that run at once. page_size: tokens a page of the cache.

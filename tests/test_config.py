@@ -254,13 +254,19 @@ def test_a_rope_that_is_not_implemented_is_named(scaling: Any, message: str) -> 
         (("int8", "fp4"), KVCacheConfig("int8", "fp4")),
         (["int8", "fp4"], KVCacheConfig("int8", "fp4")),
         (KVCacheConfig("fp8", "fp4", 64), KVCacheConfig("fp8", "fp4", 64)),
+        ("k8v4", KVCacheConfig("int8", "fp4")),
+        ("fp4:rotated", KVCacheConfig("fp4", "fp4", rotated=True)),
+        ("bf16,int4:rotated", KVCacheConfig("bf16", "int4", rotated=True)),
     ],
 )
 def test_kv_cache_as_a_word_a_pair_or_a_config(value: Any, expected: KVCacheConfig) -> None:
     assert KVCacheConfig.parse(value) == expected
+    assert str(expected).partition(":")[1] == (":" if expected.rotated else "")
 
 
-@pytest.mark.parametrize("value", ["fp3", ("fp4", "q8"), ("fp4",), 4, None, {"k": "fp4"}])
+@pytest.mark.parametrize(
+    "value", ["fp3", "fp4:turned", "fp4:", ("fp4", "q8"), ("fp4",), 4, None, {"k": "fp4"}]
+)
 def test_other_kv_caches_are_refused_with_the_legal_formats(value: Any) -> None:
     with pytest.raises(ValueError, match=r"kv_cache = .*int4_asym"):
         KVCacheConfig.parse(value)

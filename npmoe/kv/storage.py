@@ -1,6 +1,7 @@
 """The arrays of the KV cache: pages of any format, K and V independent, all layers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -54,7 +55,7 @@ class KVCache:
         grid = (num_layers, num_pages, num_kv_heads, page_size)
         check_kv_format(config, head_dim)
         self._slabs = [
-            _pages(name, grid, width, config.group_size, device)
+            replace(_pages(name, grid, width, config.group_size, device), rotated=config.rotated)
             for name, width in _formats_and_widths(config, head_dim)
         ]
         keys, values = (_layers(slab) for slab in self._slabs)
@@ -84,6 +85,11 @@ class KVCache:
 
 def check_kv_format(config: KVCacheConfig, head_dim: HeadDims) -> None:
     """Raises UnsupportedModel for a format that head_dim cannot hold."""
+    if config.rotated and not isinstance(head_dim, int):
+        raise UnsupportedModel(
+            f"kv_cache {config}: a cache of latents (multi-head latent attention) has no heads to "
+            "rotate; leave :rotated away"
+        )
     grouped = [
         (name, width)
         for name, width in _formats_and_widths(config, head_dim)
@@ -120,4 +126,5 @@ def _pages(name: str, grid: tuple, head_dim: int, group_size: int, device: str) 
 def _layers(slab: KVPages) -> list[KVPages]:
     """The pages of each layer: views of arrays that have the layers as one more axis in front."""
     arrays = zip(*slab.arrays(), strict=True)
-    return [KVPages(slab.format, *of_layer) for of_layer in arrays]
+    pages = (KVPages(slab.format, *of_layer) for of_layer in arrays)
+    return [replace(p, rotated=slab.rotated) for p in pages]

@@ -71,6 +71,10 @@ def check_gpu_support(
                 f"no GPU kernel reads {target} weights ({part}); choose one of "
                 f"{', '.join(RECORDS)} with weights={{{part!r}: ...}}, or use device='cpu'"
             )
+    if kv.rotated:
+        raise UnsupportedModel(
+            f"kv_cache {kv} has no GPU kernel yet; leave :rotated away, or use device='cpu'"
+        )
     for name in (kv.key_format, kv.value_format):
         if name not in KV_CODES or (name == "fp4" and kv.group_size != 32):
             raise UnsupportedModel(

@@ -13,6 +13,7 @@ import numpy as np
 
 from npmoe.dtypes import Array
 from npmoe.formats.floats import FP16_VALUES
+from npmoe.formats.hadamard import hadamard
 from npmoe.formats.minifloat import E2M1_VALUES, E4M3_VALUES
 from npmoe.ops.linear import FEW_TOKENS
 from npmoe.ops.quantize import KVPages, read_kv_pages
@@ -40,6 +41,7 @@ def paged_attention_ref(
     `[num_heads]`. -> float32 like q.
     """
     out = np.empty_like(q)
+    q = hadamard(q) if k_pages.rotated else q
     sinks = _no_sinks(q) if sinks is None else sinks
     for s, length in enumerate(seq_lens):
         start, stop = int(cu_seqlens_q[s]), int(cu_seqlens_q[s + 1])
@@ -49,7 +51,7 @@ def paged_attention_ref(
             last = min(first + QUERY_BLOCK, stop)
             positions = np.arange(first, last) - stop + int(length)
             out[first:last] = attend(q[first:last], k, v, positions, scale, window, sinks)
-    return out
+    return hadamard(out) if v_pages.rotated else out
 
 
 def _no_sinks(q: Array) -> Array:
@@ -109,14 +111,17 @@ def paged_attention(
                 rows, k_pages, v_pages, table, *ragged, scale, window, sinks
             )
             continue
+        rows = hadamard(rows) if k_pages.rotated else np.ascontiguousarray(rows)
+        mixed = np.empty_like(rows)
         position = int(length) - (stop - start)
         reach = min(int(length), window or int(length))
         arguments = (
-            *(np.ascontiguousarray(rows), *_decoder(k_pages), *_decoder(v_pages), FP16_VALUES),
-            *(block_table[s], position, np.float32(scale), window or 0, sinks, out[start:stop]),
+            *(rows, *_decoder(k_pages), *_decoder(v_pages), FP16_VALUES),
+            *(block_table[s], position, np.float32(scale), window or 0, sinks, mixed),
         )
         run = partial(_attention_cpu, *arguments)
         parallel_ranges(k_pages.codes.shape[1], 2 * reach * rows.size, run)
+        out[start:stop] = hadamard(mixed) if v_pages.rotated else mixed
     return out
 
 

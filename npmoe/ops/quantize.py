@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from npmoe.dtypes import Array, array_namespace
 from npmoe.formats.floats import decode_bf16, encode_bf16
 from npmoe.formats.groups import Encoded
+from npmoe.formats.hadamard import hadamard
 from npmoe.formats.kv_cache import GROUPED_KV_FORMATS
 
 
@@ -17,12 +18,14 @@ class KVPages:
 
     codes: float32 (fp32), uint16 (bf16) or uint8 `[num_pages, num_kv_heads, page_size, D]`, the
     last axis D / 2 for 4-bit formats. scales fp16 and zeros uint8: the same with D / group_size.
+    rotated: what is stored are heads times a Hadamard matrix; attention knows.
     """
 
     format: str
     codes: Array
     scales: Array | None = None
     zeros: Array | None = None
+    rotated: bool = False
 
     @property
     def page_size(self) -> int:
@@ -35,7 +38,8 @@ class KVPages:
 
 
 def write_kv_pages(pages: KVPages, x: Array, slot_mapping: Array) -> None:
-    """Quantises x float32 `[T, num_kv_heads, D]` and stores it at slot_mapping int32 `[T]`.
+    """Rotates x float32 `[T, num_kv_heads, D]` if the pages are, quantises it, and stores it at
+    slot_mapping int32 `[T]`.
 
     A slot of -1 is skipped. Raises ValueError for NaN or infinity.
     """
@@ -43,6 +47,8 @@ def write_kv_pages(pages: KVPages, x: Array, slot_mapping: Array) -> None:
     keep = slot_mapping >= 0
     if not bool(keep.all()):
         x, slot_mapping = x[keep], slot_mapping[keep]
+    if pages.rotated:
+        x = hadamard(x)
     page, offset = xp.divmod(slot_mapping, pages.page_size)
     if pages.format in ("fp32", "bf16"):
         codes = x if pages.format == "fp32" else encode_bf16(x)
@@ -57,7 +63,8 @@ def write_kv_pages(pages: KVPages, x: Array, slot_mapping: Array) -> None:
 
 
 def read_kv_pages(pages: KVPages, block_table: Array, length: int) -> Array:
-    """The first `length` cached tokens of one sequence, float32 `[length, num_kv_heads, D]`.
+    """The first `length` cached tokens of one sequence, float32 `[length, num_kv_heads, D]`, as
+    they are stored: rotated ones still are.
 
     block_table int32 `[max_pages]` names the sequence's pages in order.
     """

@@ -73,6 +73,7 @@ def test_layers_without_a_kernel(spec: ModelSpec, message: str) -> None:
         ({"stored": {"attention": "mixed"}}, "no GPU kernel reads mixed weights"),
         ({"stored": {"table": "fp32"}}, "reads a table in bf16, this checkpoint has fp32"),
         ({"kv": "fp8"}, "kv_cache fp8 .* no GPU kernel"),
+        ({"kv": "fp4:rotated"}, "kv_cache fp4:rotated has no GPU kernel"),
         ({"kv": KVCacheConfig("fp4", "fp4", 16)}, "group_size 16"),
     ],
 )

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 import npmoe
 from npmoe.config import KV_FORMATS, KVCacheConfig
 from npmoe.errors import UnsupportedModel
+from npmoe.kv.storage import check_kv_format
 from npmoe.models.convert import convert_checkpoint
 from npmoe.models.families import read_model
 from npmoe.models.gpu import check_gpu_support
@@ -155,6 +156,11 @@ def test_the_gpu_refuses(name: str) -> None:
     formats = dict.fromkeys(("experts", "mlp", "attention", "lm_head", "router", "table"), "bf16")
     with pytest.raises(UnsupportedModel, match="multi-head latent attention; use device='cpu'"):
         check_gpu_support(spec_of(CASES[name]), formats, {}, KVCacheConfig())
+
+
+def test_latents_are_not_rotated() -> None:
+    with pytest.raises(UnsupportedModel, match=r"fp4:rotated.*latents.*leave :rotated away"):
+        check_kv_format(KVCacheConfig.parse("fp4:rotated"), (512, 64))
 
 
 @pytest.mark.parametrize("kv", KV_FORMATS)

@@ -1,5 +1,7 @@
 """Paged attention in every KV format."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,13 +16,23 @@ both = pytest.mark.parametrize("attention", [paged_attention, paged_attention_re
 class Filled:
     """K and V pages of a case with random contents, and what attention needs besides q."""
 
-    def __init__(self, case: AttentionCase, pair: tuple[str, str], seed: int = 0) -> None:
+    def __init__(
+        self,
+        case: AttentionCase,
+        pair: tuple[str, str],
+        seed: int = 0,
+        rotated: bool = False,
+        outlier: float = 0,
+    ) -> None:
+        """outlier: added to one channel of every key."""
         lengths = np.add(case.cached, case.new)
         counts = -(-lengths // case.page_size)
         order = np.random.default_rng(seed).permutation(counts.sum() + 2).astype(np.int32)
         self.table = np.full((len(lengths), counts.max()), -1, np.int32)
         shape = (case.num_kv_heads, case.head_dim, case.page_size)
-        self.k_pages, self.v_pages = (make_pages(f, len(order), *shape) for f in pair)
+        self.k_pages, self.v_pages = (
+            replace(make_pages(f, len(order), *shape), rotated=rotated) for f in pair
+        )
         for pages in (self.k_pages, self.v_pages):  # what no token has written must not matter
             pages.codes[:] = 0x55
             if pages.scales is not None:
@@ -33,6 +45,7 @@ class Filled:
             slots += (positions % case.page_size).astype(np.int32)
             for which, pages in enumerate((self.k_pages, self.v_pages)):
                 x = normal(length, *shape[:2], seed=seed + 10 * s + which)
+                x[..., 3] += outlier if which == 0 else 0
                 write_kv_pages(pages, x, slots)
         self.q = normal(sum(case.new), case.num_heads, case.head_dim, seed=seed + 100)
         self.edges = np.cumsum([0, *case.new]).astype(np.int32)
@@ -156,3 +169,23 @@ def test_queries_share_the_keys_of_their_group(attention) -> None:
     filled = Filled(AttentionCase("", (3,), (1,), num_heads=4, num_kv_heads=2), ("fp32", "fp32"))
     filled.v_pages.codes[:, 0], filled.v_pages.codes[:, 1] = 1, 2
     np.testing.assert_allclose(filled.run(attention)[0, :, 0], [1, 1, 2, 2], rtol=1e-6)
+
+
+@both
+@by_name(ATTENTION)
+def test_rotation_changes_nothing_but_rounding(case: AttentionCase, attention) -> None:
+    exact = "fp32", "fp32"
+    plain, turned = (Filled(case, exact, rotated=r).run(attention) for r in (False, True))
+    assert relative_error(turned, plain) < 1e-5
+
+
+@pytest.mark.parametrize("kv_format", ["int4", "fp4"])
+def test_rotation_spreads_an_outlier(kv_format: str) -> None:
+    """One channel of the keys is 30 where others are about 1: it takes its group's scale."""
+    case, pair = max(ATTENTION, key=lambda c: max(c.cached)), (kv_format, "fp32")
+    exact = Filled(case, ("fp32", "fp32"), outlier=30).run(paged_attention)
+    plain, turned = (
+        relative_error(Filled(case, pair, rotated=r, outlier=30).run(paged_attention), exact)
+        for r in (False, True)
+    )
+    assert turned < 0.75 * plain
