@@ -16,8 +16,8 @@
 // attention with FUSED 0 then reads them there like all others. So several new tokens of one sequence
 // can be rows of one step, each with its own length.
 // Grid of store_kv: (2 KV_HEADS, seqs) blocks of D / 2 threads, keys first.
-// Grid of attention: (splits, KV_HEADS, seqs) blocks of 32 WARPS threads, splits a multiple of CLUSTER
-// and at most 32 CLUSTER. A split takes the next ceil(len / splits) tokens, rounded up to CHUNK, at
+// Grid of attention: (splits, KV_HEADS, seqs) blocks of 32 WARPS threads, splits a multiple of
+// CLUSTER. A split takes the next ceil(len / splits) tokens, rounded up to CHUNK, at
 // least LEAST (or twice that, where one cluster would not do); its warps take turns at chunks of CHUNK
 // tokens, each on its own: a ring of STAGES chunks in shared memory filled by asynchronous copies, a
 // running maximum, sums in registers. Then the warps of a block are combined through shared memory,
@@ -26,7 +26,7 @@
 // Dynamic shared memory: WARPS STAGES STAGE_BYTES; STAGE_BYTES as npmoe/models/stream.py counts it:
 // CHUNK rows of K and of V, each 16 bytes longer than its codes, and their scales.
 // Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT,
-// KV_GROUP (32), CLUSTER (8 or 1), WARPS (2 to 16, a power of two), STAGES (2 or more), LEAST (a
+// KV_GROUP (32), CLUSTER (1, 2, 4 or 8), WARPS (2 to 16, a power of two), STAGES (2 or more), LEAST (a
 // multiple of 16), FUSED (1, or 0: the new tokens are in their pages).
 // Alignment: 16 bytes everywhere.
 // Numerics: tensor-core products of exact codes with activations and weights split in a 16-bit head

@@ -19,10 +19,6 @@ __device__ __forceinline__ float warp_sum(float v) {
   for (int offset = 16; offset; offset >>= 1) v += __shfl_xor_sync(ALL_LANES, v, offset);
   return v;
 }
-__device__ __forceinline__ float warp_max(float v) {
-  for (int offset = 16; offset; offset >>= 1) v = fmaxf(v, __shfl_xor_sync(ALL_LANES, v, offset));
-  return v;
-}
 // A float's bits as an unsigned integer of the same order (no NaN; both zeros are +0).
 __device__ __forceinline__ u32 ordered(float v) {
   u32 b = __float_as_uint(v + 0.f);

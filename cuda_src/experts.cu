@@ -10,9 +10,11 @@
 //   down     u8 records [EXPERTS][HIDDEN / 16][WIDTH / 128]     in
 //   router_logits float32 [tokens][EXPERTS]         in
 //   norm     float32 [HIDDEN]                       in
-// Grid: (any, tokens) blocks of BLOCK_THREADS threads; block (b, token) takes row tiles b, b + gridDim.x, ...
-// Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K, RENORMALIZE; PAUSE:
-// nanoseconds by which down lets gate_up have its weights first (0); those of gemv.cuh. TOP_K 1..32 and at most EXPERTS; RENORMALIZE 0 or 1.
+// Grid: (any, tokens) blocks of BLOCK_THREADS threads; block (b, token) takes
+// of its token the tiles that own_tile in gemv.cuh says.
+// Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K (1..32, at most EXPERTS),
+// RENORMALIZE (0 or 1), PAUSE (nanoseconds by which down lets gate_up have its weights first; 0), those of
+// gemv.cuh.
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sums, the combine
 // weight to hidden, so that `down` sums over experts as over columns.
@@ -39,14 +41,14 @@ gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* route
   SHARED_MEMORY(shared);
   __shared__ Choice<TOP_K> chosen;
   int token = blockIdx.y;
-  Chosen mine;
+  Chosen picked;
   auto choose = [&] {
-    mine = choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
+    picked = choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
   };
-  auto weigh = [&] { weigh_experts<TOP_K, RENORMALIZE>(chosen, mine); };
+  auto weigh = [&] { weigh_experts<TOP_K, RENORMALIZE>(chosen, picked); };
   stream_tiles<SLICES, PARTS, 1, false, false, true>(
       shared, own_tiles(TOP_K * EXPERT_TILES), x + static_cast<size_t>(token) * HIDDEN, 1, norm,
-      Beside{choose, weigh}, [] {},
+      choose, weigh, [] {},
       [&](int j, int part) {
         int at = own_tile(j);
         size_t tile = static_cast<size_t>(chosen.id[at / EXPERT_TILES]) * EXPERT_TILES;
@@ -72,14 +74,14 @@ down(float* residual, const u8* __restrict__ w, const float* router_logits, cons
   int token = blockIdx.y;
   // The router's kernel ended before gate_up let this one begin: its logits may be read early.
   auto choose = [&] {
-    choose_experts<EXPERTS, TOP_K, true>(chosen, router_logits + token * EXPERTS);
+    choose_experts<EXPERTS, TOP_K, true>(chosen, router_logits + token * EXPERTS);  // no weights
     if (PAUSE) pause(PAUSE);
   };
   float* rows = residual + static_cast<size_t>(token) * HIDDEN;
   float before = 0.f;
   stream_tiles<SLICES, TOP_K * PARTS, 1, true, true, false>(
       shared, own_tiles(ROW_TILES), hidden + static_cast<size_t>(token) * TOP_K * WIDTH, 1, nullptr,
-      Beside{choose, [] {}}, [&] { before = row_ahead(rows, ROW_TILES); },
+      choose, [] {}, [&] { before = row_ahead(rows, ROW_TILES); },
       [&](int j, int k) {
         size_t tile = static_cast<size_t>(chosen.id[k / PARTS]) * ROW_TILES + own_tile(j);
         return w + (tile * PARTS + k % PARTS) * SLICES * RECORD_BYTES;

@@ -42,25 +42,10 @@ constexpr int ABREAST = PAIRED ? 2 : 1;  // tiles side by side
 static_assert(BATCH % ABREAST == 0, "a batch is of whole pairs");
 
 __device__ __forceinline__ uint4 load_shared(const u8* p) { return *reinterpret_cast<const uint4*>(p); }
-__device__ __forceinline__ uint4 load_once(const u8* p) { return load_stream(p); }
-
-struct Nothing {
-  __device__ __forceinline__ void ready() const {}
-  __device__ __forceinline__ void also() const {}
-};
-template <class Ready, class Also>
-struct Beside {
-  Ready ready;
-  Also also;
-};
-template <class Ready, class Also>
-Beside(Ready, Also) -> Beside<Ready, Also>;
 
 // Streams a block's row tiles through its warps, which share the slices of K between them.
 //   SLICES: K / 128 of a chunk. CHUNKS: chunks a tile; x has 128 SLICES CHUNKS columns a token.
-//   MAX_TOKENS: 1..8. Macros BATCH: tiles between two reductions; STAGES: chunks in the ring. Every
-//   warp has a slice in every chunk (SLICES >= WARPS), else it could mistake one round of a barrier
-//   for the last but one; or the ring is RESIDENT.
+//   MAX_TOKENS: 1..8. Macros BATCH: tiles between two reductions; STAGES: chunks in the ring.
 //   EARLY: fetch before grid_wait (the addresses depend on no kernel that may still run).
 //   HASTY: let the next kernel begin before this one's predecessor has ended: it reads nothing but
 //   weights before its own grid_wait.
@@ -68,15 +53,16 @@ Beside(Ready, Also) -> Beside<Ready, Also>;
 //   shared: dynamic shared memory; npmoe/models/stream.py computes its size.
 //   tiles: this block's number. chunk(j, k): chunk k of its j-th tile.
 //   waited(): called by every thread when the kernel before has ended.
-//   beside: what the warp that fetches does besides: ready() before the first chunk() (choose experts,
-//   say), and also() after the first fetches where others will still see what it writes, in done().
+//   ready(): called by the warp that fetches before the first chunk() (choose experts, say).
+//   also(): by the same warp, after the first fetches where others will still see what it writes, in
+//   done().
 //   done(j, row, token, sum, sum_squares, mine): called by whole warps; FINISHERS neighbouring lanes
 //   bring the same output, the first of them with `mine`; rows of a tile follow one another.
-template <int SLICES, int CHUNKS, int MAX_TOKENS, bool EARLY, bool HASTY, bool NORM, class Beside,
-          class Waited, class ChunkAt, class Done>
+template <int SLICES, int CHUNKS, int MAX_TOKENS, bool EARLY, bool HASTY, bool NORM, class Ready,
+          class Also, class Waited, class ChunkAt, class Done>
 __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, const float* x,
-                                             int tokens, const float* norm, Beside beside,
-                                             Waited waited, ChunkAt chunk, Done done) {
+                                             int tokens, const float* norm, Ready ready,
+                                             Also also, Waited waited, ChunkAt chunk, Done done) {
   constexpr int ALL = SLICES * CHUNKS, SETS = (MAX_TOKENS + 3) / 4;
   constexpr int EACH = (ALL + WARPS - 1) / WARPS, AT_ONCE = ROLLING ? ROLLING : EACH < 6 ? EACH : 4;
   // Records of a chunk that a warp has, at least and at most.
@@ -85,8 +71,10 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
   constexpr bool HOLD = !ROLLING && EACH * SETS <= (PRODUCERS ? 2 : 1) && (LEAST == MOST || EACH == 1);
   constexpr int HELD = HOLD ? EACH : 1;
   constexpr int SLICE_STEP = 2 * MAX_TOKENS * 16;  // of `staged`
+  static_assert(!ROLLING || MAX_TOKENS == 1, "a window is of one token's slices");
+  static_assert(BULK || !RESIDENT, "only a ring can hold all chunks");
   STAMP(0);
-  if (HASTY && !PRODUCERS) launch_next();
+  if (HASTY && !PRODUCERS) launch_next();  // with a producer later: as early as this costs it 2 %
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #if BULK
   constexpr int CHUNK_BYTES = SLICES * RECORD_BYTES;
@@ -107,13 +95,13 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
 #endif
   constexpr int LEADER = PRODUCERS ? WARPS : 0;  // the warp that fetches
   auto begin = [&] {
-    beside.ready();
-    if (PRODUCERS) beside.also();  // what the producer writes later, no barrier shows to the others
+    ready();
+    if (PRODUCERS) also();  // what the producer writes later, no barrier shows to the others
     __syncwarp();
 #if BULK
     for (int c = lane; c < min(STAGES, tiles * CHUNKS); c += 32) fetch(c);
 #endif
-    if (!PRODUCERS) beside.also();
+    if (!PRODUCERS) also();
   };
   // [slice][2 tokens][t][group]: 16 bytes, two steps of a group, of column 2 token + (0 head, 1
   // rest). Groups are turned so that lanes that read together are on different banks.
@@ -317,7 +305,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
               const u8* record = ring + places[i] * CHUNK_BYTES + l * RECORD_BYTES;
               multiply<SETS>(sums[i], record, load_shared, b[at]);
 #else
-              multiply<SETS>(sums[i], chunk(next + i, part) + l * RECORD_BYTES, load_once, b[at]);
+              multiply<SETS>(sums[i], chunk(next + i, part) + l * RECORD_BYTES, load_stream, b[at]);
 #endif
             }
             if (LEAST < MOST || MOST > 1) l += WARPS;

@@ -7,8 +7,8 @@
 //   x      float32 [tokens][K]         in: residual stream
 //   norm   float32 [K]                 in
 //   rows, vocab (rows that count; the rest is padding), tokens int32; eps float32
-// Grid: any number of blocks of BLOCK_THREADS threads; block b takes row tiles b, b + grid, ...
-// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8); BULK, PARTS, STAGES, BATCH, WARPS: see gemv.cuh.
+// Grid: any number of blocks of BLOCK_THREADS threads; its tiles: own_tile in gemv.cuh.
+// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), those of gemv.cuh.
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sum; of equal logits
 // the lower row wins.
@@ -29,7 +29,7 @@ lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const f
   u64 mine = 0;
   int mine_token = -1;
   stream_tiles<SLICES, PARTS, TOKENS, true, false, true>(
-      shared, own_tiles(rows / TILE), x, tokens, norm, Nothing{}, [] {}, chunk,
+      shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, [] {}, [] {}, chunk,
       [&](int j, int r, int token, float sum, float square, bool counts) {
         int row = own_tile(j) * TILE + r;
         if (row >= vocab || !counts) return;

@@ -5,8 +5,8 @@
 //   bias     float32 [rows] or null    in
 //   x        float32 [tokens][K]       in: attention output, heads one after another
 //   rows, tokens int32
-// Grid: any number of blocks of BLOCK_THREADS threads; block b takes row tiles b, b + grid, ...
-// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8); BULK, PARTS, STAGES, BATCH, WARPS: see gemv.cuh.
+// Grid: any number of blocks of BLOCK_THREADS threads; its tiles: own_tile in gemv.cuh.
+// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), those of gemv.cuh.
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; the sum is added to the residual in float32.
 #include "gemv.cuh"
@@ -28,7 +28,8 @@ output(float* residual, const u8* __restrict__ w, const float* __restrict__ bias
     if (TOKENS == 1) before = row_ahead(residual, rows / TILE);
   };
   stream_tiles<SLICES, PARTS, TOKENS, true, true, false>(
-      shared, own_tiles(rows / TILE), x, tokens, nullptr, Nothing{}, fetch_before, chunk,
+      shared, own_tiles(rows / TILE), x, tokens, nullptr, [] {}, [] {}, fetch_before,
+      chunk,
       [&](int j, int r, int token, float sum, float, bool mine) {
         int row = own_tile(j) * TILE + r;
         if (!mine) return;

@@ -52,7 +52,7 @@ __device__ __forceinline__ void stamp(int i) {
 #define BULK 0
 #endif
 
-// Waits about so many nanoseconds.
+// Waits about so many nanoseconds, by a clock that may step by 1000.
 __device__ __forceinline__ void pause(u32 nanoseconds) {
 #ifndef CUDA_CPU
   u64 start, now;
@@ -235,7 +235,8 @@ __device__ __forceinline__ void barrier_wait(Barrier barrier, u32 phase) {
       "r"(phase)
       : "memory");
 }
-// Copies bytes (a multiple of 16, both sides aligned to 16) and counts them at the barrier.
+// Copies bytes (a multiple of 16, both sides aligned to 16) and counts them at the barrier. They are
+// read once: the first to leave L2.
 __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, Barrier barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                    barrier.address),

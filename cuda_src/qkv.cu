@@ -6,8 +6,8 @@
 //   x         float32 [tokens][K]      in: residual stream
 //   norm      float32 [K]              in
 //   rows, tokens int32; eps float32
-// Grid: any number of blocks of BLOCK_THREADS threads; block b takes row tiles b, b + grid, ...
-// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8); BULK, PARTS, STAGES, BATCH, WARPS: see gemv.cuh.
+// Grid: any number of blocks of BLOCK_THREADS threads; its tiles: own_tile in gemv.cuh.
+// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), those of gemv.cuh.
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; norm factor and bias are applied in float32 to the finished sum.
 #include "gemv.cuh"
@@ -25,7 +25,7 @@ qkv(float* __restrict__ projected, const u8* __restrict__ w, const float* __rest
     return w + (static_cast<size_t>(own_tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
   stream_tiles<SLICES, PARTS, TOKENS, true, false, true>(
-      shared, own_tiles(rows / TILE), x, tokens, norm, Nothing{}, [] {}, chunk,
+      shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, [] {}, [] {}, chunk,
       [&](int j, int r, int token, float sum, float square, bool mine) {
         int row = own_tile(j) * TILE + r;
         float y = sum * rsqrtf(square / K + eps);

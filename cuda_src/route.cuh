@@ -11,7 +11,7 @@ struct Choice {
 };
 
 // What the lanes of the warp that has chosen know: lane k the k-th choice's logit (as `ordered` has it);
-// all of them the sum of all experts' exponentials relative to the best.
+// all of them the sum of all experts' exponentials relative to the best, 0 if NORMALIZED.
 struct Chosen {
   u32 logit;
   float total;

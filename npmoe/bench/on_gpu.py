@@ -157,8 +157,9 @@ def _engine_ms(setup: GpuSetup) -> tuple[float, float]:
     elapsed = time.perf_counter() - start
     steps = (batch * tokens - done) / batch
     first = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True).resolve({})
+    ids = rng.integers(0, spec.vocab_size, _prompt(spec)).tolist()
     start = time.perf_counter()
-    request = engine.add(rng.integers(0, spec.vocab_size, _prompt(spec)).tolist(), first)
+    request = engine.add(ids, first)
     while not request.done:
         engine.step()
     prompt_elapsed = time.perf_counter() - start

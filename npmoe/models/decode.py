@@ -33,9 +33,9 @@ KV_CODES = named_codes({"bf16": 0, "fp4": 1})
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch shapes that do not change results. splits: parts of the context an attention head is
-    spread over, a multiple of 8; None fills the GPU. blocks: thread blocks of a weight kernel;
-    None takes one a multiprocessor."""
+    """Launch shapes that change results by rounding only. splits: parts of the context that an
+    attention head is spread over, rounded down to whole clusters; None fills the GPU. blocks:
+    thread blocks of a weight kernel; None takes one a multiprocessor."""
 
     splits: int | None = None
     blocks: int | None = None
@@ -112,12 +112,12 @@ class DecodeStep:
 
     @property
     def splits(self) -> int:
-        """Parts of the context that an attention head is spread over: by the model alone, so that
-        results do not depend on who else is in the batch."""
+        """Parts of the context that an attention head is spread over: by the model, the GPU, and
+        whether a sequence of the batch is long; results differ by rounding only."""
         a = self.spec.layers[0].attention
         assert isinstance(a, AttentionSpec)
-        clusters = max(1, self.blocks // (self.cluster * a.num_kv_heads))
-        return self.tuning.splits or self.cluster * min(clusters, MAX_CLUSTERS)
+        wanted = self.tuning.splits or self.blocks // a.num_kv_heads
+        return self.cluster * min(max(1, wanted // self.cluster), MAX_CLUSTERS)
 
     def with_sampler(self, sampler: Sampler) -> "DecodeStep":
         """The same step on the same buffers, with a sampler's choice at its end."""
@@ -298,7 +298,7 @@ class DecodeStep:
             shared=stream.shared,
         )
         stream = self._stream(down.format, width // COLUMNS, top_k, 1, hidden // ROWS)
-        # Resident weights are asked for while gate_up still waits for its own.
+        # Resident, it could ask for its weights while gate_up still waits for its own.
         form = {"W_FORMAT": W_CODES[down.format], "PAUSE": PAUSE if stream.resident else 0}
         launch(
             kernel("experts", "down", **macros, **form, **stream.macros()),
@@ -326,9 +326,9 @@ class DecodeStep:
 
 CLUSTER, LONG_CLUSTER, MAX_CLUSTERS, LONG_CONTEXT = 8, 2, 64, 8192
 PAUSE, WIDE = 1000, 4096
-"""Blocks of attention that combine their parts of a context in shared memory, and for contexts from
-LONG_CONTEXT tokens on; most clusters a head; nanoseconds by which `down` lets `gate_up` have its
-weights first; hidden sizes for which the router takes more warps."""
+"""Blocks of an attention cluster, the same from LONG_CONTEXT tokens on, most clusters a head, that
+number of tokens; nanoseconds by which `down` lets `gate_up` have its weights first; hidden size
+from which the router takes more warps."""
 MAX_TOP_K = 32
 _LAYER_WEIGHTS = (
     *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),

@@ -6,14 +6,12 @@ from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
 from npmoe.formats.quant_tensor import CODES_PER_BYTE
 
-CHUNK_BYTES, PAIRED_CHUNK_BYTES = 40_000, 24_000
+CHUNK_BYTES, NARROW_CHUNK_BYTES = 40_000, 24_000
 RING_BYTES = 114_000
-MAX_BATCH = 16
 SLICE_BYTES, WINDOW_FROM = 512, 6
 STATIC_BYTES = 256
-"""Largest chunk, the same where tiles go in pairs, and ring; most tiles between two reductions;
-activations of a token's slice, and from how many slices a warp they pass through a window;
-room for a kernel's own arrays."""
+"""Largest chunk, the same of 4-bit codes, and ring; activations of a token's slice, and from how
+many slices a warp they pass through a window; room for a kernel's own arrays."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Stream:
         # 4 bits are bound by instructions and want many warps; more tokens need more registers.
         narrow = form in CODES_PER_BYTE and tokens <= 4
         choices = (16, 8, 4, 2, 1) if narrow else (8, 4, 2, 1)
-        largest = PAIRED_CHUNK_BYTES if narrow else CHUNK_BYTES
+        largest = NARROW_CHUNK_BYTES if narrow else CHUNK_BYTES
         own = -(-tiles // blocks)  # of the block that has most
         own_in_pairs = 2 * -(-tiles // (2 * blocks))
         pairs_fit = tiles % 2 == 0 and own > 1 and 8 * own_in_pairs <= 9 * own
@@ -101,7 +99,7 @@ class Stream:
 @dataclass(frozen=True)
 class _Work:
     """What a block has to do: `own` row tiles of `slices` slices. narrow: 4-bit codes, few tokens.
-    pairs_fit: tiles can be taken two by two without leaving blocks idle."""
+    pairs_fit: tiles can be taken two by two, for at most an eighth more in the busiest block."""
 
     narrow: bool
     slices: int
@@ -115,15 +113,18 @@ class _Work:
         self, parts: int, chunks: int, each: int, chunk_bytes: int, warps: int
     ) -> Stream | None:
         """With this many warps and `chunks` chunks of `each` records a tile, if that fits."""
-        batch = min(self.own, MAX_BATCH, max(2, warps // 2))  # a thread finishes one row
+        batch = min(self.own, max(2, warps // 2))  # a thread finishes one row
         buffers = 2 if self.bulk and batch < self.own else 1
         once = self.bulk and self.tokens == 1 and self.slices >= WINDOW_FROM * warps
         once &= self.own == 1 or (self.own == 2 and self.pairs_fit)
+        # A second slice in the window costs registers; uneven shares of a chunk leave none.
         window = (2 if each % warps == 0 else 1) if once else 0
         place, total = chunk_bytes + 16, self.own * chunks  # two barriers with every chunk
         least = min(total, 2) * place if self.bulk else 0
         while batch > 1 and self._shared(warps, batch, buffers, window) + least > self._room:
             batch //= 2
+        if once and batch < self.own:
+            return None  # a window passes once
         shared = self._shared(warps, batch, buffers, window)
         left = self._room - shared
         if not self.bulk:
@@ -134,10 +135,11 @@ class _Work:
         if stages == total and not once:
             shared += stages * place
             return Stream(parts, stages, True, batch, buffers, False, 0, True, warps, shared)
-        if stages < 2 or each < warps:
+        if stages < 2 or each < warps:  # fewer records than warps would leave some without work
             return None
         two_by_two = once or (self.narrow and stages >= 4 and batch % 2 == 0)
-        # So much shared memory that two blocks of a kernel never share a multiprocessor.
+        # More than half, with the kilobyte that CUDA keeps of each block: two blocks of a kernel on
+        # one multiprocessor would leave another one idle.
         shared = max(shared + stages * place, self.shared_bytes // 2)
         return Stream(
             *(parts, stages, stages == total, batch, buffers, self.pairs_fit and two_by_two),

@@ -136,12 +136,12 @@ def streaming(
     columns: of each of the `stacked` matrices side by side; `tiles` row tiles a block at most, in
     pairs only where `rows` are pairs of tiles.
     Chunks are of 4 records at most; ring: how many fit the ring (few, so that it wraps round in
-    small cases; more where fewer would be wrong), 0 for a GPU without bulk copies.
+    small cases; at least two), 0 for a GPU without bulk copies.
     """
     chunk_bytes = 4 * RECORD_BYTES[fmt]
     changed = {
         "CHUNK_BYTES": chunk_bytes,
-        "PAIRED_CHUNK_BYTES": chunk_bytes,
+        "NARROW_CHUNK_BYTES": chunk_bytes,
         "RING_BYTES": ring * (chunk_bytes + 16),
     }
     odd = -(-rows // ROWS) % 2 == 1

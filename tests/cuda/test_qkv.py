@@ -71,3 +71,17 @@ def test_qkv(
     (projected,) = run_all_orders(run)
     expected = linear_ref(rms_norm_ref(x, norm, EPS), w, bias)
     assert relative_error(projected, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("fmt", ["fp4", "bf16"])
+@pytest.mark.parametrize(
+    ("tiles", "rows", "blocks"),
+    [(1, 32, 2), (2, 96, 3), pytest.param(1, 16, 3, marks=pytest.mark.sanitize)],
+    ids=["single", "pairs", "idle blocks"],
+)
+@pytest.mark.parametrize("columns", [3072, 2944], ids=["four warps", "one warp"])
+def test_activations_pass_through_a_window(
+    fmt: str, tiles: int, rows: int, blocks: int, columns: int
+) -> None:
+    """24 slices in chunks of four for four warps, or 23 one by one; a block reads each once."""
+    test_qkv(fmt, columns, 1, tiles, 5, tokens=1, rows=rows, blocks=blocks, biased=True)
