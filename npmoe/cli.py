@@ -162,7 +162,7 @@ def _parser() -> _Parser:
     _add_ignored_keys(bench)
     bench.set_defaults(run=_bench)
 
-    evaluation = commands.add_parser("eval", help="quality of a text by format of the KV cache")
+    evaluation = commands.add_parser("eval", help="what a format of the KV cache costs in quality")
     eval_command.add_arguments(evaluation)
     _add_ignored_keys(evaluation)
     evaluation.set_defaults(run=_eval)

@@ -1,6 +1,6 @@
 """Caches compared in step: what a position reads, and that positions stay side by side."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,10 @@ from npmoe.eval.losses import measure_losses
 from npmoe.eval.text import Window
 from npmoe.formats.kv_cache import dequantize_kv_cache_fp4, quantize_kv_cache_fp4
 from npmoe.llm import LLM
+from npmoe.ops.attention import paged_attention, paged_attention_ref
 from npmoe.ops.quantize import KVPages, write_kv_pages
 from tests.cli_fixtures import make_checkpoint
+from tests.helpers import make_pages
 
 IDS = np.random.default_rng(3).integers(0, 256, 45).tolist()
 CHUNK = 13
@@ -57,6 +59,31 @@ def test_positions_read_what_the_cache_holds(
     monkeypatch.setattr("npmoe.ops.qkv.write_kv_pages", rounded)
     np.testing.assert_allclose(found, exact.forward(IDS), rtol=1e-5, atol=1e-5)
     assert (np.abs(found - plain).max(axis=1) > 1e-3).all()
+
+
+@pytest.mark.parametrize("attention", [paged_attention, paged_attention_ref])
+@pytest.mark.parametrize(
+    ("kv_format", "first", "second"),
+    [("bf16", 0.8984375, 2.40625), ("fp4", 1.0, 2.25)],
+)
+def test_two_positions_by_hand(
+    kv_format: str, first: float, second: float, attention: Callable[..., np.ndarray]
+) -> None:
+    """Values (6, 0.9) and (3, 2.4), a query of zeros, which weighs all positions alike.
+
+    In fp4 the first is 1 * (6, 1), since 1.5 * (4, 0.5) is farther off, and the second
+    0.75 * (4, 3), since 0.5 * (6, 4) is. The second position reads the mean of both.
+    """
+    keys, values = make_pages(kv_format, 1, 1, 32), make_pages(kv_format, 1, 1, 32)
+    v = np.zeros((2, 1, 32), np.float32)
+    v[:, 0, :2] = [[6, 0.9], [3, 2.4]]
+    slots = np.array([0, 1], np.int32)
+    write_kv_pages(keys, v, slots)
+    write_kv_pages(values, v, slots)
+    table, ends, lengths = np.array([[0]]), np.array([0, 2]), np.array([2])
+    read = attention(np.zeros_like(v), keys, values, table, ends, lengths, 1.0)
+    expected = [[6, first], [4.5, (first + second) / 2]]
+    np.testing.assert_allclose(read[:, 0, :2], expected, rtol=1e-6)
 
 
 def test_each_cache_against_the_first(folder: Path, exact: LLM) -> None:
