@@ -331,7 +331,7 @@ class Engine:
         """Logits float32 `[T, vocab]` of a token list, in chunks, on pages of its own."""
         return np.concatenate(list(self.forward_chunks(token_ids)))
 
-    def forward_chunks(self, token_ids: list[int]) -> Generator[Array]:
+    def forward_chunks(self, token_ids: list[int]) -> Generator[Array, None, None]:
         """The same logits, `[chunk, vocab]` at a time, for a vocabulary too large to hold them all.
 
         Every other call waits until the last chunk was taken or the generator is closed.
