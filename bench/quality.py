@@ -5,36 +5,19 @@
 The text is cut into windows of the model's context that do not overlap; documents in it are those
 between two blank lines, with the end token before, between and after them. All nats / ln 2 / all
 bytes, where the bytes are those of the file or, with --windows, of the tokens that were read.
+
+`npmoe eval` compares cache formats with each other, by position; this is one number.
 """
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from npmoe.eval.distributions import summary
+from npmoe.eval.losses import measure_losses
+from npmoe.eval.text import read_text
 from npmoe.llm import LLM, shipped_model
-from npmoe.runtime.progress import progress
-
-
-def token_stream(llm: LLM, text: str) -> list[int]:
-    """End token, document, end token, document, ..., end token."""
-    assert llm.tokenizer is not None
-    end = llm.config.eos_token_ids[0]
-    stream = [end]
-    for document in text.split("\n\n\n"):
-        stream += llm.tokenizer.encode(document.strip("\n") + "\n", add_special_tokens=False)
-        stream.append(end)
-    return stream
-
-
-def nats(logits: np.ndarray, targets: np.ndarray) -> float:
-    """Sum of -log p(target): logits `[T, V]`, targets `[T]`."""
-    top = logits.max(axis=1)
-    norm = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
-    return float((norm - logits[np.arange(len(targets)), targets]).sum(dtype=np.float64))
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -47,28 +30,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         max_num_seqs=1,
         progress=False,
     ) as llm:
-        stream = token_stream(llm, args.text.read_text("utf-8"))
-        length, count = llm.max_seq_len, len(stream) - 1
-        size = args.text.stat().st_size
-        if args.windows is not None and args.windows * length < count:
-            count = args.windows * length
-            assert llm.tokenizer is not None
-            size = len(llm.tokenizer.decode(stream[1 : count + 1]).encode())
-        total = 0.0
-        for start in progress(range(0, count, length), "windows"):
-            stop = min(start + length, count)
-            logits = np.asarray(llm.forward(stream[start:stop]))
-            total += nats(logits, np.array(stream[start + 1 : stop + 1]))
+        assert llm.tokenizer is not None
+        text = read_text(args.text, llm.tokenizer, llm.config.eos_token_ids)
+        length, count = llm.max_seq_len, text.num_targets
+        if args.windows is not None:
+            count = min(args.windows * length, count)
+        (tally,) = measure_losses([llm], text.windows(length, count), (0, length))
+        losses = summary(tally.sums.sum(axis=0), text.num_bytes(llm.tokenizer, count))
     return {
         "model": Path(args.model or shipped_model()).name,
         "text": args.text.name,
         "weights": args.weights,
         "kv_cache": args.kv_cache,
         "window": length,
-        "tokens": count,
-        "bytes": size,
-        "nats_per_token": total / count,
-        "bits_per_byte": total / math.log(2) / size,
+        **{k: losses[k] for k in ("tokens", "bytes", "nats_per_token", "bits_per_byte")},
     }
 
 

@@ -1,4 +1,4 @@
-"""The command line: `npmoe generate | chat | info | convert | bench`.
+"""The command line: `npmoe generate | chat | info | convert | bench | eval`.
 
 What a program reads goes to standard output, everything for the person who waits to standard error.
 Exit codes: 0; 2 for bad input, with one line on standard error; 130 after Ctrl-C; 141 when the
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NoReturn
 
 from npmoe import __version__
@@ -29,6 +30,9 @@ from npmoe.config import (
 )
 from npmoe.engine.output import Completion
 from npmoe.errors import NpmoeError, PromptError, TokenizerError
+from npmoe.eval import command as eval_command
+from npmoe.eval.measure import Evaluation, evaluate
+from npmoe.eval.report import describe_evaluation, plot_evaluation
 from npmoe.llm import LLM, shipped_model
 from npmoe.models.convert import convert_checkpoint
 from npmoe.models.stored import open_model
@@ -157,6 +161,11 @@ def _parser() -> _Parser:
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     _add_ignored_keys(bench)
     bench.set_defaults(run=_bench)
+
+    evaluation = commands.add_parser("eval", help="what a format of the KV cache costs in quality")
+    eval_command.add_arguments(evaluation)
+    _add_ignored_keys(evaluation)
+    evaluation.set_defaults(run=_eval)
     return parser
 
 
@@ -362,3 +371,22 @@ def _bench(args: argparse.Namespace) -> None:
         subject = bench_command.read_subject(args, shipped_model(), ignored)
         record = measure(subject, options, resolve_device(args.device))
     print(json.dumps(record) if args.json else describe_record(record))
+
+
+def _eval(args: argparse.Namespace) -> None:
+    with _as_usage_errors():
+        ignored = tuple(args.ignore_config_key)
+        evaluation = Evaluation(eval_command.read_options(args, shipped_model(), ignored))
+    with evaluation:
+        record = evaluate(evaluation)
+    print(json.dumps(record) if args.json else describe_evaluation(record))
+    if args.plot is not None:
+        _write_plot(args.plot, plot_evaluation(record))
+        say(f"wrote {args.plot}", args.quiet)
+
+
+def _write_plot(path: Path, picture: str) -> None:
+    try:
+        path.write_text(picture, "utf-8")
+    except OSError as error:
+        raise UsageError(f"plot = {path}: it cannot be written: {error.strerror}") from None

@@ -8,6 +8,8 @@ import math
 import os
 import threading
 from collections.abc import Generator, Iterable, Sequence
+from copy import copy
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -98,7 +100,7 @@ class LLM:
         ValueError for an argument out of range.
         """
         self._quiet = not progress
-        options = EngineConfig(
+        self._options = options = EngineConfig(
             kv_cache=KVCacheConfig.parse(kv_cache),
             max_seq_len=max_seq_len,
             max_num_seqs=max_num_seqs,
@@ -274,6 +276,23 @@ class LLM:
         ids = self._check_ids(token_ids, self.max_seq_len)
         with named_errors():
             return self.engine.forward(ids)
+
+    def with_kv_cache(self, kv_cache: str | tuple[str, str] | KVCacheConfig) -> "LLM":
+        """The same weights, shared and not loaded again, with an empty cache of another format.
+
+        Closing one of the two leaves the other. Raises ValueError for an unknown format and on a
+        GPU, where the steps are made for one cache; UnsupportedModel, OutOfMemory.
+        """
+        model = self.engine.runner.model
+        if isinstance(model, GpuModel):
+            raise ValueError("device = 'cuda': a GPU's steps have one cache; load another LLM")
+        options = replace(self._options, kv_cache=KVCacheConfig.parse(kv_cache))
+        check_kv_format(options.kv_cache, self.spec.head_dim)
+        other = copy(self)
+        other._options = options
+        other._warm_up(model, options)
+        other._engine = other._make_engine(model, options)
+        return other
 
     def close(self) -> None:
         """Frees weights and cache; afterwards every method raises RuntimeError."""

@@ -18,6 +18,7 @@ RANKS = {
     **dict.fromkeys(("ops", "checkpoint"), 2),
     **dict.fromkeys(("batch", "kv"), 3),
     **{"models": 4, "engine": 5, "llm": 6, "bench": 6},
+    "eval": 6.5,  # rank 7 for what is below it, and below the command line there
     **{"cli": 7, "server": 7, "__main__": 8},
 }
 every_module = pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))

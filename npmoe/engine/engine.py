@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -329,19 +329,24 @@ class Engine:
 
     def forward(self, token_ids: list[int]) -> Array:
         """Logits float32 `[T, vocab]` of a token list, in chunks, on pages of its own."""
+        return np.concatenate(list(self.forward_chunks(token_ids)))
+
+    def forward_chunks(self, token_ids: list[int]) -> Generator[Array, None, None]:
+        """The same logits, `[chunk, vocab]` at a time, for a vocabulary too large to hold them all.
+
+        Every other call waits until the last chunk was taken or the generator is closed.
+        """
         params = SamplingParams(max_tokens=1, prompt_logprobs=0).resolve({})
         s = Sequence(list(token_ids), len(token_ids), params, 0, TextStream(None, ()))
-        rows = []
         with self._turn(), self._bookkeeping():
             while self._pipeline.in_flight:
                 self._take()
             self.scheduler.claim_pages(s)
             while s.num_pending:
                 work = Work(s, min(s.num_pending, self.scheduler.prefill_chunk))
-                rows += self.runner.run([work], [True])
+                yield from self.runner.run([work], [True])
                 s.num_computed += work.count
             self.scheduler.finish(s)
-        return np.concatenate(rows)
 
 
 def _token_logprob(sampled: Sampled) -> TokenLogprob:

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from npmoe.llm import LLM
 from tests.bench.test_record import program
+from tests.cli_fixtures import byte_tokens, make_checkpoint
 from tests.cuda.fake_gpu import DRIVER, FakeGPU
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +62,27 @@ def test_kernels_appends_a_record(
     assert kernels[:3] == ["embed", "qkv_fp4", "attention_fp4"]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == kernels
+
+
+def test_quality_is_bits_per_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two documents of four letters; with line ends and end tokens 12 predictions of 11 bytes."""
+    model, text, end = make_checkpoint(tmp_path / "tiny"), tmp_path / "text.txt", 257
+    text.write_text("abab\n\n\ncdcd")
+    run_script(monkeypatch, "quality.py", text, "--model", model, "--kv-cache", "fp8", "--json")
+    found = json.loads(capsys.readouterr().out)
+    letters = byte_tokens()
+    first, second = ([letters[c] for c in word] for word in ("ababĊ", "cdcdĊ"))
+    ids = [end, *first, end, *second, end]
+    with LLM(model, device="cpu", kv_cache="fp8", progress=False) as llm:
+        logits = llm.forward(ids[:-1]).astype(np.float64)
+    chosen = np.exp(logits)[range(12), ids[1:]] / np.exp(logits).sum(axis=1)
+    assert found["bits_per_byte"] == pytest.approx(-np.log2(chosen).sum() / 11, rel=1e-5)
+    assert found["nats_per_token"] == pytest.approx(-np.log(chosen).mean(), rel=1e-5)
+    expected = {"model": "tiny", "text": "text.txt", "weights": "native", "kv_cache": "fp8"}
+    expected |= {"window": 256, "tokens": 12, "bytes": 11}
+    assert {name: found[name] for name in expected} == expected
 
 
 def sanitize(tmp_path: Path, *lines: str) -> dict:

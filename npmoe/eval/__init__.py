@@ -1,0 +1,1 @@
+"""What a cache format costs in quality: `npmoe eval`."""
