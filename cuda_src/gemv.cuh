@@ -267,7 +267,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
 #pragma unroll 1
   for (int next = UNROLLED ? max(tiles - ABREAST, 0) : 0; next < tiles; next += ABREAST) {
     int last = next + ABREAST - 1, batch = last % BATCH;  // a batch ends with tiles side by side
-    float* results = partial + (BUFFERS > 1 ? last / BATCH % BUFFERS * BATCH_FLOATS : 0);
+    float* results = partial + last / BATCH % BUFFERS * BATCH_FLOATS;
     if (!UNROLLED) {
       float4 sums[ABREAST][SETS] = {};
       int l = warp;  // this warp's next record of the chunk
@@ -308,9 +308,9 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
               multiply<SETS>(sums[i], chunk(next + i, part) + l * RECORD_BYTES, load_stream, b[at]);
 #endif
             }
-            if (LEAST < MOST || MOST > 1) l += WARPS;
+            if (SLICES != WARPS) l += WARPS;
           }
-        if (LEAST < MOST || MOST > 1) l -= SLICES;
+        if (SLICES != WARPS) l -= SLICES;
 #if BULK
         if (!RESIDENT) {
           __syncwarp();
@@ -320,13 +320,8 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
         }
 #endif
       };
-      if (HOLD) {
-#pragma unroll
-        for (int part = 0; part < CHUNKS; part++) use(part);
-      } else {
-#pragma unroll 1
-        for (int part = 0; part < CHUNKS; part++) use(part);
-      }
+#pragma unroll(HOLD ? CHUNKS : 1)
+      for (int part = 0; part < CHUNKS; part++) use(part);
       if (ROLLING) keep_squares(0);
 #pragma unroll
       for (int i = 0; i < ABREAST; i++) keep(sums[i], results, batch - ABREAST + 1 + i);

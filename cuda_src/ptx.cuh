@@ -91,11 +91,13 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], const uint4& a, u32 b0, 
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ u32 shared_address(const void* p) {
+  return static_cast<u32>(__cvta_generic_to_shared(p));
+}
 // A place in shared memory, hidden from the compiler, which would compute it anew for every use.
 struct SharedAt {
   u32 address;
-  __device__ __forceinline__ SharedAt(const void* p)
-      : address(static_cast<u32>(__cvta_generic_to_shared(p))) {
+  __device__ __forceinline__ SharedAt(const void* p) : address(shared_address(p)) {
     asm volatile("" : "+r"(address));
   }
   __device__ __forceinline__ SharedAt operator+(int bytes) const {
@@ -164,8 +166,8 @@ __device__ __forceinline__ void cluster_wait() {
 }
 // What lies at `own`, an address in this block's shared memory, in block `rank`'s.
 __device__ __forceinline__ u32 peer_address(const void* own, int rank) {
-  u32 address = static_cast<u32>(__cvta_generic_to_shared(own)), mapped;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  u32 mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared_address(own)), "r"(rank));
   return mapped;
 }
 __device__ __forceinline__ float peer_float(const float* own, int rank) {
@@ -200,9 +202,6 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 #if BULK
-__device__ __forceinline__ u32 shared_address(const void* p) {
-  return static_cast<u32>(__cvta_generic_to_shared(p));
-}
 // mbarriers: `arrivals` threads (and the bytes of bulk copies) complete a phase; phases alternate.
 // Their addresses are hidden from the compiler, which would compute them anew for every use.
 struct Barrier {

@@ -199,8 +199,8 @@ class LLM:
             model.bind(cache.pages, pages_each, options.max_num_seqs, self._nvtx)
         short = "" if self.max_seq_len == wanted else f" (the model allows {wanted:,})"
         say(
-            f"context {self.max_seq_len:,} tokens{short}, KV cache {kv.key_format}/"
-            f"{kv.value_format}, up to {gigabytes(cache.nbytes)} for {num_pages * size:,} tokens",
+            f"context {self.max_seq_len:,} tokens{short}, KV cache {kv}, "
+            f"up to {gigabytes(cache.nbytes)} for {num_pages * size:,} tokens",
             self._quiet,
         )
         scheduler = Scheduler(

@@ -9,7 +9,7 @@ from npmoe.bench.check import tokens_checked
 from npmoe.bench.record import gpu_name
 from npmoe.bench.subject import Subject, check_subject, weights_of
 from npmoe.bench.traffic import Traffic, step_traffic
-from npmoe.config import EngineConfig, KVCacheConfig, WeightsPolicy
+from npmoe.config import ROTATED, EngineConfig, KVCacheConfig, WeightsPolicy
 from npmoe.dtypes import gigabytes
 from npmoe.models.gpu import BUCKETS
 
@@ -49,7 +49,9 @@ def measure(subject: Subject, options: BenchOptions, device: str) -> dict[str, A
     traffic, results = run(subject, weights, options)
     each = results["ms_per_token"]
     floor = 1e3 * traffic.total / bandwidth
-    halves = [options.kv_cache.key_format, options.kv_cache.value_format]
+    kv = options.kv_cache
+    rotated = f":{ROTATED}" if kv.rotated else ""
+    halves = [f"{name}{rotated}" for name in (kv.key_format, kv.value_format)]
     formats = subject.chosen(options.weights)
     same = len(set(formats.values())) == 1
     return {

@@ -231,43 +231,21 @@ class DecodeStep:
             **split.macros(),
             "FUSED": int(self.fused),
         }
+        pages = k.codes, k.scales, v.codes, v.scales, self.block_table, self.seq_lens
         if not self.fused:
             launch(
                 kernel("attention", "store_kv", **macros),
                 (2 * a.num_kv_heads, self.num_seqs),
                 a.head_dim // 2,
-                self.projected,
-                w["k_norm"],
-                self.cos_sin,
-                k.codes,
-                k.scales,
-                v.codes,
-                v.scales,
-                self.block_table,
-                self.seq_lens,
-                self.block_table.shape[1],
-                self.spec.eps,
+                *(self.projected, w["k_norm"], self.cos_sin, *pages),
+                *(self.block_table.shape[1], self.spec.eps),
             )
         launch(
             kernel("attention", "attention", **macros),
             (self.splits, a.num_kv_heads, self.num_seqs),
             32 * split.warps,
-            self.attended,
-            self.projected,
-            w["q_norm"],
-            w["k_norm"],
-            self.cos_sin,
-            k.codes,
-            k.scales,
-            v.codes,
-            v.scales,
-            self.block_table,
-            self.seq_lens,
-            self.partial,
-            self.arrived,
-            self.block_table.shape[1],
-            self.spec.eps,
-            a.scale,
+            *(self.attended, self.projected, w["q_norm"], w["k_norm"], self.cos_sin, *pages),
+            *(self.partial, self.arrived, self.block_table.shape[1], self.spec.eps, a.scale),
             shared=split.shared,
         )
 

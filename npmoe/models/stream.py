@@ -130,20 +130,37 @@ class _Work:
         if not self.bulk:
             if left < 0:
                 return None
-            return Stream(parts, 2, False, batch, 1, False, 0, False, warps, shared)
+            return Stream(
+                parts=parts,
+                stages=2,
+                resident=False,
+                batch=batch,
+                buffers=1,
+                paired=False,
+                rolling=0,
+                bulk=False,
+                warps=warps,
+                shared=shared,
+            )
         stages = min(total, left // place, max(2, RING_BYTES // place))
-        if stages == total and not once:
-            shared += stages * place
-            return Stream(parts, stages, True, batch, buffers, False, 0, True, warps, shared)
-        if stages < 2 or each < warps:  # fewer records than warps would leave some without work
+        streams = stages < total or once
+        if streams and (stages < 2 or each < warps):  # fewer records would leave warps without work
             return None
-        two_by_two = once or (self.narrow and stages >= 4 and batch % 2 == 0)
+        two_by_two = once or (streams and self.narrow and stages >= 4 and batch % 2 == 0)
+        shared += stages * place
         # More than half, with the kilobyte that CUDA keeps of each block: two blocks of a kernel on
         # one multiprocessor would leave another one idle.
-        shared = max(shared + stages * place, self.shared_bytes // 2)
         return Stream(
-            *(parts, stages, stages == total, batch, buffers, self.pairs_fit and two_by_two),
-            *(window, True, warps, shared),
+            parts=parts,
+            stages=stages,
+            resident=stages == total,
+            batch=batch,
+            buffers=buffers,
+            paired=self.pairs_fit and two_by_two,
+            rolling=window,
+            bulk=True,
+            warps=warps,
+            shared=max(shared, self.shared_bytes // 2) if streams else shared,
         )
 
     @property

@@ -109,12 +109,8 @@ def latent_attention_ref(
     `[heads * (N + V), C]`: of each head N rows of the key, then V = value_dim of the value; k_pages
     hold rope keys `[R]` and v_pages latents `[C]`, one head each. -> float32 `[T, heads, V]`.
     """
-    out = np.empty((*q.shape[:2], value_dim), np.float32)
-    kv_b = decoded(kv_b_proj).reshape(q.shape[1], -1, kv_b_proj.shape[1])
     sequences = _sequences(k_pages, v_pages, block_table, cu_seqlens_q, seq_lens)
-    for rows, positions, rope_keys, latents in sequences:
-        out[rows] = _attend_expanded(q[rows], kv_b, value_dim, rope_keys, latents, positions, scale)
-    return out
+    return _attend(q, kv_b_proj, value_dim, sequences, scale, absorb_up_to=0)
 
 
 def latent_attention(
@@ -129,11 +125,23 @@ def latent_attention(
     scale: float,
 ) -> Array:
     """See `latent_attention_ref`. Few queries of a sequence run absorbed."""
+    sequences = _sequences(k_pages, v_pages, block_table, cu_seqlens_q, seq_lens)
+    return _attend(q, kv_b_proj, value_dim, sequences, scale, absorb_up_to=FEW_TOKENS)
+
+
+def _attend(
+    q: Array,
+    kv_b_proj: QuantTensor,
+    value_dim: int,
+    sequences: Iterator[tuple[slice, Array, Array, Array]],
+    scale: float,
+    absorb_up_to: int,
+) -> Array:
+    """Sequences of up to so many queries run absorbed, longer ones expanded."""
     out = np.empty((*q.shape[:2], value_dim), np.float32)
     kv_b = decoded(kv_b_proj).reshape(q.shape[1], -1, kv_b_proj.shape[1])
-    sequences = _sequences(k_pages, v_pages, block_table, cu_seqlens_q, seq_lens)
     for rows, positions, rope_keys, latents in sequences:
-        run = _attend_absorbed if len(positions) <= FEW_TOKENS else _attend_expanded
+        run = _attend_absorbed if len(positions) <= absorb_up_to else _attend_expanded
         out[rows] = run(q[rows], kv_b, value_dim, rope_keys, latents, positions, scale)
     return out
 
