@@ -9,7 +9,8 @@
 //   k_codes, v_codes   pages [num_pages][KV_HEADS][PAGE][D], bf16 or packed   in and out
 //   k_scales, v_scales fp16 [num_pages][KV_HEADS][PAGE][D / KV_GROUP]        in and out
 //   block_table int32 [seqs][max_pages]; seq_lens int32 [seqs], the new token counted   in
-//   partial   float32 [seqs][KV_HEADS][splits / CLUSTER][3][RATIO D]   scratch: sums, maxima, weights
+//   partial   float32 [seqs][KV_HEADS][splits][RATIO D / CLUSTER + 2 RATIO, rounded up to 4]   scratch: a
+//             block's share of its cluster's sums, and of every head its maximum and weight
 //   arrived   u32 [seqs][KV_HEADS][CLUSTER], zero; left zero     scratch
 //   max_pages int32; eps, scale float32
 // store_kv does the first part alone, q/k norm and rotary of the new key and K and V into their page;
@@ -29,9 +30,9 @@
 // KV_GROUP (32), CLUSTER (1, 2, 4 or 8), WARPS (2 to 16, a power of two), STAGES (2 or more), LEAST (a
 // multiple of 16), FUSED (1, or 0: the new tokens are in their pages).
 // Alignment: 16 bytes everywhere.
-// Numerics: tensor-core products of exact codes with activations and weights split in a 16-bit head
-// and rest, float32 sums, group scales applied in float32; chunks of a warp in order, then warps,
-// then splits in order.
+// Numerics: tensor-core products of exact codes with q split in a 16-bit head and rest; weights split
+// likewise over bf16 values, times scales in fp16 over fp4 values; float32 sums, key scales applied in
+// float32; chunks of a warp in order, then warps, then blocks of a cluster, then clusters.
 // Limit: values in fp4 pages below 49,000 (their scale times 8 must fit fp16).
 #include "new_token.cuh"
 
@@ -54,8 +55,8 @@ constexpr int STAGE_BYTES = V_SCALES_AT + V_SCALED * CHUNK * SCALE_ROW;
 constexpr int Q_STRIDE = D + (K_SCALED ? 1 : 8);  // floats between heads: on different banks
 constexpr int RESULT_STRIDE = D + 1;  // floats between the heads of a warp's result, in its ring
 static_assert(STAGES * STAGE_BYTES >= 8 * RESULT_STRIDE * 4, "a warp's result needs more stages");
-constexpr float K_UNDO = K_SCALED ? 16384.f : 1.f;  // 2^14 of the codes
-constexpr float V_FACTOR = V_SCALED ? 8.f : 1.f, V_UNDO = V_SCALED ? 2048.f : 1.f;  // 2^14 / V_FACTOR
+constexpr float K_UNDO = K_SCALED ? 16384.f : 1.f, V_UNDO = V_SCALED ? 16384.f : 1.f;  // 2^14 of the codes
+constexpr float LIFT = V_SCALED ? 3.f : 0.f;  // weights are up to 2^LIFT: their products with scales are fp16
 constexpr float LOG2_E = 1.44269504f;
 
 // A pair of floats as 16-bit numbers, bf16 where the other operand is bf16, and what is left of them.
@@ -79,28 +80,45 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint4& a, u32 b0, u32 b
     mma_f16(c, a, b0, b1);
 }
 
-// Starts copying the tokens [first, first + CHUNK) below `end` into a stage of this warp's ring.
+// What a lane copies of a chunk, and where in a stage it puts it. A chunk is on one page if PAGE is a
+// multiple of CHUNK; then a lane has pieces of 16 bytes, and one row's scales.
+struct Pieces {
+  const u8 *k, *v;  // its first piece on page 0
+  const __half* scales;
+  SharedAt k_to, v_to, scales_to;
+  __device__ __forceinline__ Pieces(const Pages& pages, SharedAt ring)
+      : k(pages.k_codes), v(pages.v_codes), k_to(ring), v_to(ring + V_AT), scales_to(ring) {
+    int lane = threadIdx.x & 31, row = lane % CHUNK;
+    bool values = lane >= CHUNK;
+    scales = values ? pages.v_scales : pages.k_scales;
+    scales_to = scales_to + ((values ? V_SCALES_AT : K_SCALES_AT) + row * SCALE_ROW);
+    if (PAGE % CHUNK == 0) {
+      size_t first = pages.row(0, 0);
+      k += first * K_ROW + lane * 16, v += first * V_ROW + lane * 16, scales += (first + row) * GROUPS;
+      k_to = k_to + (lane / (K_ROW / 16) * K_STRIDE + lane % (K_ROW / 16) * 16);
+      v_to = v_to + (lane / (V_ROW / 16) * V_STRIDE + lane % (V_ROW / 16) * 16);
+    }
+  }
+};
+
+// Starts copying the tokens [first, first + CHUNK) below `end` into the stage at `place` bytes of the ring.
 // page: of token first + lane % CHUNK.
-__device__ __forceinline__ void fetch_chunk(SharedAt stage, const Pages& pages, int first,
+__device__ __forceinline__ void fetch_chunk(const Pieces& mine, const Pages& pages, int place, int first,
                                             int end, int page) {
   int lane = threadIdx.x & 31, limit = end - first, r = lane % CHUNK;
-  bool values = lane >= CHUNK;
-  SharedAt scale = stage + (values ? V_SCALES_AT : K_SCALES_AT) + r * SCALE_ROW;
-  const __half* scales = values ? pages.v_scales : pages.k_scales;
-  if constexpr (PAGE % CHUNK == 0) {  // the chunk is on one page: a piece of 16 bytes a lane and copy
-    size_t row = pages.row(page, PAGE == CHUNK ? 0 : first);
+  bool scaled = lane >= CHUNK ? V_SCALED : K_SCALED;
+  if constexpr (PAGE % CHUNK == 0) {
+    size_t row = static_cast<size_t>(page) * (KV_HEADS * PAGE) + (PAGE == CHUNK ? 0 : first % PAGE);
     auto rows = [&](SharedAt to, const u8* from, int bytes, int stride) {
       int pieces = bytes / 16, step = 32 / pieces;
-      const u8* piece = from + row * bytes + lane * 16;
-      to = to + (lane / pieces * stride + lane % pieces * 16);
 #pragma unroll
       for (int i = 0; i < CHUNK / step; i++)
-        if (lane / pieces + i * step < limit) async_copy<16>(to + i * step * stride, piece + i * 512);
+        if (lane / pieces + i * step < limit)
+          async_copy<16>(to + (place + i * step * stride), from + row * bytes + i * 512);
     };
-    rows(stage, pages.k_codes, K_ROW, K_STRIDE);
-    rows(stage + V_AT, pages.v_codes, V_ROW, V_STRIDE);
-    if (r < limit && (values ? V_SCALED : K_SCALED))
-      async_copy<SCALE_ROW>(scale, scales + (row + r) * GROUPS);
+    rows(mine.k_to, mine.k, K_ROW, K_STRIDE);
+    rows(mine.v_to, mine.v, V_ROW, V_STRIDE);
+    if (r < limit && scaled) async_copy<SCALE_ROW>(mine.scales_to + place, mine.scales + row * GROUPS);
   } else {
     auto rows = [&](SharedAt to, const u8* from, int bytes, int stride) {
       int pieces = bytes / 16;
@@ -108,13 +126,14 @@ __device__ __forceinline__ void fetch_chunk(SharedAt stage, const Pages& pages, 
       for (int i = 0; i < CHUNK * pieces / 32; i++) {
         int at = i * 32 + lane, token = at / pieces, c = at % pieces;
         size_t row = pages.row(__shfl_sync(ALL_LANES, page, token), first + token);
-        if (token < limit) async_copy<16>(to + (token * stride + c * 16), from + row * bytes + c * 16);
+        if (token < limit)
+          async_copy<16>(to + (place + token * stride + c * 16), from + row * bytes + c * 16);
       }
     };
-    rows(stage, pages.k_codes, K_ROW, K_STRIDE);
-    rows(stage + V_AT, pages.v_codes, V_ROW, V_STRIDE);
-    if (r < limit && (values ? V_SCALED : K_SCALED))
-      async_copy<SCALE_ROW>(scale, scales + pages.row(page, first + r) * GROUPS);
+    rows(mine.k_to, mine.k, K_ROW, K_STRIDE);
+    rows(mine.v_to, mine.v, V_ROW, V_STRIDE);
+    if (r < limit && scaled)
+      async_copy<SCALE_ROW>(mine.scales_to + place, mine.scales + pages.row(page, first + r) * GROUPS);
   }
 }
 
@@ -134,59 +153,88 @@ __device__ __forceinline__ void take_new_token(u8* stage, int r, const NewToken&
   }
 }
 
-// The A operand of scores, D / 16 steps: rows are the heads' q, then what a 16-bit number leaves of
+// The A operand of scores, of one of D / 16 steps: rows are the heads' q, then what a 16-bit number leaves of
 // it. heads: q in shared memory, elements in the order in which the keys' operand has them.
-__device__ __forceinline__ void load_query(uint4 (&q)[D / 16], const float (*heads)[Q_STRIDE]) {
+__device__ __forceinline__ uint4 query_operand(int step, const float (*heads)[Q_STRIDE]) {
   int lane = threadIdx.x & 31, t = lane & 3, g = lane >> 2;
-#pragma unroll
-  for (int step = 0; step < D / 16; step++) {
-    const float* x;
-    float a, b, c, d;
-    if constexpr (K_SCALED) {  // a word of codes gives out elements 0 and 4, 1 and 5, 2 and 6, 3 and 7
-      x = &heads[g][step / 2 * 32 + t * 8 + step % 2 * 2];
-      a = x[0], b = x[4], c = x[1], d = x[5];
-    } else {
-      x = &heads[g][step * 16 + t * 2];
-      a = x[0], b = x[1], c = x[8], d = x[9];
-    }
-    uint2 first = head_and_rest<K_FORMAT>(a, b), second = head_and_rest<K_FORMAT>(c, d);
-    q[step] = make_uint4(first.x, first.y, second.x, second.y);
+  const float* x;
+  float a, b, c, d;
+  if constexpr (K_SCALED) {  // a word of codes gives out elements 0 and 4, 1 and 5, 2 and 6, 3 and 7
+    x = &heads[g][step / 2 * 32 + t * 8 + step % 2 * 2];
+    a = x[0], b = x[4], c = x[1], d = x[5];
+  } else {
+    x = &heads[g][step * 16 + t * 2];
+    a = x[0], b = x[1], c = x[8], d = x[9];
   }
+  uint2 first = head_and_rest<K_FORMAT>(a, b), second = head_and_rest<K_FORMAT>(c, d);
+  return make_uint4(first.x, first.y, second.x, second.y);
 }
 
-// Scores of head g with the stage's tokens 8 block + 2 t and the next.
-__device__ __forceinline__ float2 scores(const u8* stage, SharedAt at, int block,
-                                         const uint4 (&q)[D / 16]) {
+// A row's scales, two fp16 a word.
+struct Scales {
+  u32 pair[GROUPS / 2];
+};
+__device__ __forceinline__ Scales load_scales(const u8* row) {
+  Scales scales;
+  if constexpr (GROUPS == 4) {
+    uint2 v = *reinterpret_cast<const uint2*>(row);
+    scales.pair[0] = v.x, scales.pair[1] = v.y;
+  } else {
+    scales.pair[0] = *reinterpret_cast<const u32*>(row);
+  }
+  return scales;
+}
+
+// p: scores of head g with the stage's tokens 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. q: operands of all lanes.
+__device__ __forceinline__ void scores(float (&p)[4], const u8* stage, SharedAt at,
+                                       const uint4 (*q)[32]) {
   int lane = threadIdx.x & 31, t = lane & 3;
-  SharedAt row = at + (block * 8 + lane % 8) * K_STRIDE;
-  float2 sum = make_float2(0.f, 0.f);
+  SharedAt row = at + (lane % 8 * K_STRIDE + (K_SCALED ? lane / 8 % GROUPS : lane / 8) * 16);
   if constexpr (K_SCALED) {
-    u32 words[4], pairs[4];
-    load_matrices(words, row + lane / 8 % GROUPS * 16);  // word t of each group of token g
-    const __half2* scales =
-        reinterpret_cast<const __half2*>(stage + K_SCALES_AT + (block * 8 + 2 * t) * SCALE_ROW);
+    u32 words[2][4];
+    Scales scales[4];
+#pragma unroll
+    for (int block = 0; block < 2; block++)
+      load_matrices(words[block], row + block * 8 * K_STRIDE);  // word t of each group of token g
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      p[k] = 0.f;
+      scales[k] = load_scales(stage + K_SCALES_AT + (k / 2 * 8 + 2 * t + k % 2) * SCALE_ROW);
+    }
 #pragma unroll
     for (int i = 0; i < GROUPS; i++) {
-      float d[4] = {};
-      fp4_pairs(words[i], pairs);
-      mma<K_FORMAT>(d, q[2 * i], pairs[0], pairs[1]);
-      mma<K_FORMAT>(d, q[2 * i + 1], pairs[2], pairs[3]);
-      float2 low = __half22float2(scales[i / 2]), high = __half22float2(scales[(GROUPS + i) / 2]);
-      sum.x += (i % 2 ? low.y : low.x) * (d[0] + d[2]);
-      sum.y += (i % 2 ? high.y : high.x) * (d[1] + d[3]);
+      uint4 first = q[2 * i][lane], second = q[2 * i + 1][lane];
+#pragma unroll
+      for (int block = 0; block < 2; block++) {
+        float d[4] = {};
+        u32 pairs[4];
+        fp4_pairs(words[block][i], pairs);
+        mma<K_FORMAT>(d, first, pairs[0], pairs[1]);
+        mma<K_FORMAT>(d, second, pairs[2], pairs[3]);
+        float2 low = floats(scales[2 * block].pair[i / 2]), high = floats(scales[2 * block + 1].pair[i / 2]);
+        p[2 * block] += (i % 2 ? low.y : low.x) * (d[0] + d[2]);
+        p[2 * block + 1] += (i % 2 ? high.y : high.x) * (d[1] + d[3]);
+      }
     }
   } else {
-    float d[4] = {};
+    float d[2][4] = {};
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
-      u32 words[4];
-      load_matrices(words, row + (i * 64 + lane / 8 * 16));
-      mma<K_FORMAT>(d, q[2 * i], words[0], words[1]);
-      mma<K_FORMAT>(d, q[2 * i + 1], words[2], words[3]);
+      uint4 first = q[2 * i][lane], second = q[2 * i + 1][lane];
+#pragma unroll
+      for (int block = 0; block < 2; block++) {
+        u32 words[4];
+        load_matrices(words, row + (block * 8 * K_STRIDE + i * 64));
+        mma<K_FORMAT>(d[block], first, words[0], words[1]);
+        mma<K_FORMAT>(d[block], second, words[2], words[3]);
+      }
     }
-    sum = make_float2(d[0] + d[2], d[1] + d[3]);
+#pragma unroll
+    for (int block = 0; block < 2; block++)
+      p[2 * block] = d[block][0] + d[block][2], p[2 * block + 1] = d[block][1] + d[block][3];
   }
-  return make_float2(sum.x * K_UNDO, sum.y * K_UNDO);
+#pragma unroll
+  for (int k = 0; k < 4; k++) p[k] *= K_UNDO;
 }
 
 // Which element of a head row r of the i-th product of `mix` is.
@@ -201,33 +249,36 @@ __device__ __forceinline__ void mix(float (&mixed)[D / 16][4], const u8* stage, 
   int lane = threadIdx.x & 31, t = lane & 3;
   SharedAt row = at + (V_AT + lane % 16 * V_STRIDE + lane / 16 * 16);
   uint2 low, high;  // the B operand: tokens 2 t and on, tokens 8 + 2 t and on
-  if constexpr (!V_SCALED)
+  __half2 weights[2];
+  Scales scales[4];
+  if constexpr (V_SCALED) {
+    weights[0] = __floats2half2_rn(p[0], p[1]), weights[1] = __floats2half2_rn(p[2], p[3]);
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      scales[k] = load_scales(stage + V_SCALES_AT + (k / 2 * 8 + 2 * t + k % 2) * SCALE_ROW);
+  } else {
     low = head_and_rest<V_FORMAT>(p[0], p[1]), high = head_and_rest<V_FORMAT>(p[2], p[3]);
+  }
 #pragma unroll
   for (int i = 0; i < (V_SCALED ? GROUPS : D / 16); i += V_SCALED ? 2 : 1) {
     u32 words[4];
     if constexpr (V_SCALED) {
       load_matrices_transposed(words, row + i * 16);  // group i: tokens 0-7, 8-15; group i + 1
-      const u8* scales = stage + V_SCALES_AT + i * 2;
-      float2 s[4];
-#pragma unroll
-      for (int k = 0; k < 4; k++)
-        s[k] = __half22float2(*reinterpret_cast<const __half2*>(
-            scales + (k / 2 * 8 + 2 * t + k % 2) * SCALE_ROW));
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        float w[4];
+        u32 scaled[2];  // weights times the group's scales
 #pragma unroll
-        for (int k = 0; k < 4; k++) w[k] = p[k] * V_FACTOR * (j ? s[k].y : s[k].x);
-        low = head_and_rest<V_FORMAT>(w[0], w[1]), high = head_and_rest<V_FORMAT>(w[2], w[3]);
+        for (int k = 0; k < 2; k++) {
+          u32 both = __byte_perm(scales[2 * k].pair[i / 2], scales[2 * k + 1].pair[i / 2], j ? 0x7632 : 0x5410);
+          scaled[k] = bits(__hmul2(weights[k], *reinterpret_cast<__half2*>(&both)));
+        }
         u32 near[4], far[4];
         fp4_pairs(words[2 * j], near);
         fp4_pairs(words[2 * j + 1], far);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           uint4 a = make_uint4(near[2 * h], near[2 * h + 1], far[2 * h], far[2 * h + 1]);
-          mma<V_FORMAT>(mixed[2 * (i + j) + h], a, low.x, high.x);
-          mma<V_FORMAT>(mixed[2 * (i + j) + h], a, low.y, high.y);
+          mma<V_FORMAT>(mixed[2 * (i + j) + h], a, scaled[0], scaled[1]);
         }
       }
     } else {
@@ -270,6 +321,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
           float scale) {
   SHARED_MEMORY(shared);
   __shared__ __align__(16) float q_shared[8][Q_STRIDE];
+  __shared__ uint4 q_operands[D / 16][32];
   __shared__ __align__(16) NewToken new_token;
   __shared__ float warp_top[WARPS][8], warp_total[WARPS][8];
   __shared__ __align__(16) float sums[8][D];
@@ -296,6 +348,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   }
   u8* ring = shared + warp * STAGES * STAGE_BYTES;
   const SharedAt ring_at = ring;
+  const Pieces pieces(pages, ring_at);
   // This warp's chunks begin at `first`, `first` + STRIDE, ...
   constexpr int STRIDE = WARPS * CHUNK;
   int first = begin + warp * CHUNK;
@@ -308,7 +361,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   for (int s = 0; s < STAGES - 1; s++) {
     int next = page_of(first + (s + 1) * STRIDE);
     if (first + s * STRIDE < older)
-      fetch_chunk(ring_at + s * STAGE_BYTES, pages, first + s * STRIDE, older, page);
+      fetch_chunk(pieces, pages, s * STAGE_BYTES, first + s * STRIDE, older, page);
     async_commit();
     page = next;
   }
@@ -350,8 +403,9 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   }
   __syncthreads();
   STAMP(4);
-  uint4 q[D / 16];
-  load_query(q, q_shared);
+#pragma unroll 1
+  for (int step = warp; step < D / 16; step += WARPS) q_operands[step][lane] = query_operand(step, q_shared);
+  __syncthreads();
 
   float mixed[D / 16][4] = {};
   float highest = -INFINITE, weight = 0.f;  // of head g; the weight is this lane's share
@@ -362,7 +416,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     {
       int ahead = first + (STAGES - 1) * STRIDE, next = page_of(ahead + STRIDE);
       int place = stage ? stage - 1 : STAGES - 1;
-      if (ahead < older) fetch_chunk(ring_at + place * STAGE_BYTES, pages, ahead, older, page);
+      if (ahead < older) fetch_chunk(pieces, pages, place * STAGE_BYTES, ahead, older, page);
       async_commit();
       page = next;
     }
@@ -373,12 +427,11 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
       __syncwarp();
     }
     float p[4];
+    scores(p, here, here_at, q_operands);
+    if (first + CHUNK > end) {
 #pragma unroll
-    for (int block = 0; block < 2; block++) {
-      float2 s = scores(here, here_at, block, q);
-      int token = first + block * 8 + 2 * t;
-      p[2 * block] = token < end ? s.x : -INFINITE;
-      p[2 * block + 1] = token + 1 < end ? s.y : -INFINITE;
+      for (int k = 0; k < 4; k++)
+        if (first + k / 2 * 8 + 2 * t + k % 2 >= end) p[k] = -INFINITE;
     }
     float best = fmaxf(fmaxf(p[0], p[1]), fmaxf(p[2], p[3]));
     best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, 1));
@@ -395,7 +448,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
       highest = best;
     }
 #pragma unroll
-    for (int k = 0; k < 4; k++) p[k] = power_of_two(p[k] - highest), weight += p[k];
+    for (int k = 0; k < 4; k++) p[k] = power_of_two(p[k] - (highest - LIFT)), weight += p[k];
     if (first + CHUNK > end) {  // values behind the end are whatever lay there
       for (int r = end - first; r < CHUNK; r++) {
         for (int i = lane; i < V_ROW / 4; i += 32)
@@ -467,8 +520,8 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   }
   cluster_arrive();  // nobody leaves while others read its memory
   float* results = out + (static_cast<size_t>(seq) * HEADS + kv * RATIO) * D;
-  float* own = partial +
-               (static_cast<size_t>(seq) * KV_HEADS + kv) * (splits / CLUSTER) * 3 * RATIO * D;
+  constexpr int RECORD = SHARE + (2 * RATIO + 3) / 4 * 4;  // floats that a block leaves
+  float* own = partial + (((static_cast<size_t>(seq) * KV_HEADS + kv) * (splits / CLUSTER)) * CLUSTER + rank) * RECORD;
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     int at = rank * SHARE + tid + i * THREADS;
@@ -476,8 +529,10 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
       if (clusters == 1) {
         results[at] = sum[i] / share[i];
       } else {
-        float* place = own + cluster * 3 * RATIO * D + at;
-        place[0] = sum[i], place[RATIO * D] = peak[i], place[2 * RATIO * D] = share[i];
+        float* place = own + cluster * CLUSTER * RECORD;
+        place[at - rank * SHARE] = sum[i];
+        if (at % D == 0 || at == rank * SHARE)
+          reinterpret_cast<float2*>(place + SHARE)[at / D] = make_float2(peak[i], share[i]);
       }
     }
   }
@@ -499,33 +554,51 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     return;
   }
   __threadfence();
+  // HELPERS neighbouring threads bring four outputs together, each from every HELPERS-th cluster.
+  constexpr int QUADS = SHARE / 4, AT_ONCE = 8;  // clusters whose loads are in flight together
+  constexpr int HELPERS = QUADS * 8 <= THREADS ? 8 : QUADS * 4 <= THREADS ? 4 : QUADS * 2 <= THREADS ? 2 : 1;
 #pragma unroll 1
-  for (int i = 0; i < EACH; i++) {
-    int at = rank * SHARE + tid + i * THREADS;
-    if (tid + i * THREADS < SHARE) {
-      float whole = -INFINITE, total_sum = 0.f, total_weight = 0.f;
-      constexpr int AT_ONCE = EACH > 2 ? 2 : 8;  // clusters whose loads are in flight together
+  for (int first = tid - lane; first < QUADS * HELPERS; first += THREADS) {  // whole warps: they shuffle
+    int quad = min((first + lane) / HELPERS, QUADS - 1), helper = lane % HELPERS;
+    int head = (rank * SHARE + quad * 4) / D;
+    float whole = -INFINITE, total_weight = 0.f;
+    float4 total_sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    auto add = [&](const float4& part, float best, float weight) {
+      float higher = fmaxf(whole, best);
+      if (higher == -INFINITE) return;  // neither has a token
+      float shrink = power_of_two(whole - higher), factor = power_of_two(best - higher);
+      total_sum.x = total_sum.x * shrink + part.x * factor;
+      total_sum.y = total_sum.y * shrink + part.y * factor;
+      total_sum.z = total_sum.z * shrink + part.z * factor;
+      total_sum.w = total_sum.w * shrink + part.w * factor;
+      total_weight = total_weight * shrink + weight * factor, whole = higher;
+    };
 #pragma unroll 1
-      for (int c = 0; c < clusters; c += AT_ONCE) {
-        float part[AT_ONCE], best[AT_ONCE], weights[AT_ONCE], higher = whole;
+    for (int c = helper; c < clusters; c += HELPERS * AT_ONCE) {
+      float4 part[AT_ONCE];
+      float2 best[AT_ONCE];
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-          const float* place = own + min(c + k, clusters - 1) * 3 * RATIO * D + at;
-          part[k] = __ldcg(place), best[k] = __ldcg(place + RATIO * D);
-          weights[k] = __ldcg(place + 2 * RATIO * D);
-        }
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) higher = fmaxf(higher, best[k]);
-        float shrink = power_of_two(whole - higher);
-        total_sum *= shrink, total_weight *= shrink, whole = higher;
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-          float factor = c + k < clusters ? power_of_two(best[k] - whole) : 0.f;
-          total_sum += factor * part[k], total_weight += factor * weights[k];
-        }
+      for (int k = 0; k < AT_ONCE; k++) {
+        const float* place = own + min(c + k * HELPERS, clusters - 1) * CLUSTER * RECORD;
+        part[k] = __ldcg(reinterpret_cast<const float4*>(place) + quad);
+        best[k] = __ldcg(reinterpret_cast<const float2*>(place + SHARE) + head);
       }
-      results[at] = total_sum / total_weight;
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; k++)
+        if (c + k * HELPERS < clusters) add(part[k], best[k].x, best[k].y);
     }
+#pragma unroll
+    for (int o = 1; o < HELPERS; o *= 2) {
+      float4 part;
+      part.x = __shfl_xor_sync(ALL_LANES, total_sum.x, o), part.y = __shfl_xor_sync(ALL_LANES, total_sum.y, o);
+      part.z = __shfl_xor_sync(ALL_LANES, total_sum.z, o), part.w = __shfl_xor_sync(ALL_LANES, total_sum.w, o);
+      float best = __shfl_xor_sync(ALL_LANES, whole, o), weight = __shfl_xor_sync(ALL_LANES, total_weight, o);
+      add(part, best, weight);
+    }
+    if (helper == 0 && first + lane < QUADS * HELPERS)
+      reinterpret_cast<float4*>(results + rank * SHARE)[quad] =
+          make_float4(total_sum.x / total_weight, total_sum.y / total_weight, total_sum.z / total_weight,
+                      total_sum.w / total_weight);
   }
   STAMP(7);
 }

@@ -19,6 +19,13 @@ __device__ __forceinline__ float warp_sum(float v) {
   for (int offset = 16; offset; offset >>= 1) v += __shfl_xor_sync(ALL_LANES, v, offset);
   return v;
 }
+__device__ __forceinline__ u64 warp_max(u64 v) {
+  for (int offset = 16; offset; offset >>= 1) {
+    u64 other = __shfl_xor_sync(ALL_LANES, v, offset);
+    v = other > v ? other : v;
+  }
+  return v;
+}
 // A float's bits as an unsigned integer of the same order (no NaN; both zeros are +0).
 __device__ __forceinline__ u32 ordered(float v) {
   u32 b = __float_as_uint(v + 0.f);

@@ -1,5 +1,8 @@
 // One element of the KV cache in any format: decoding rows, and quantising a head into its page.
-//   KV_BF16: bf16. KV_FP4: E2M1, low nibble first, one fp16 scale per group of KV_GROUP elements.
+//   KV_BF16: bf16. KV_FP4: E2M1, one fp16 scale per group of KV_GROUP elements.
+// In a page, 16 bits hold four E2M1 codes, in places where unpacking takes few operations, left shifts and
+// masks only. The sign and the three bits below it, of elements 0 to 3: bits 15, 11-9; 12, 8-6; 13,
+// 2-0; 14, 5-3.
 #pragma once
 #include "common.cuh"
 
@@ -15,12 +18,18 @@ struct KV {
   static constexpr bool SCALED = FORMAT == KV_FP4;
 };
 
-// A word of 8 nibbles as pairs of fp16, nibbles i and i + 4, each times 2^-14 (see weight_formats.cuh).
+// A word of eight codes as pairs of fp16, each times 2^-14 (see weight_formats.cuh): elements i and i + 4.
 __device__ __forceinline__ void fp4_pairs(u32 v, u32 (&pairs)[4]) {
-  pairs[0] = ((v << 12) & 0x80008000u) | ((v << 9) & 0x0E000E00u);
-  pairs[1] = ((v << 8) & 0x80008000u) | ((v << 5) & 0x0E000E00u);
-  pairs[2] = ((v << 4) & 0x80008000u) | ((v << 1) & 0x0E000E00u);
-  pairs[3] = (v & 0x80008000u) | ((v >> 3) & 0x0E000E00u);
+  constexpr u32 SIGNS = 0x80008000u, REST = 0x0E000E00u;
+  pairs[0] = v & (SIGNS | REST);
+  pairs[1] = (v << 3) & (SIGNS | REST);
+  pairs[2] = ((v << 2) & SIGNS) | ((v << 9) & REST);
+  pairs[3] = ((v << 1) & SIGNS) | ((v << 6) & REST);
+}
+// Two codes where a page has elements 0 and 1 of its four, or 2 and 3.
+__device__ __forceinline__ u32 placed_codes(u32 a, u32 b, bool later) {
+  u32 signs = later ? (a & 8u) << 10 | (b & 8u) << 11 : (a & 8u) << 12 | (b & 8u) << 9;
+  return signs | (later ? (a & 7u) | (b & 7u) << 3 : (a & 7u) << 9 | (b & 7u) << 6);
 }
 
 // The E2M1 number that a float rounds to, to nearest even, saturating at 6; and its code.
@@ -89,9 +98,12 @@ __device__ __forceinline__ void store_piece(void* codes, __half* scales, void* n
         loss[i] = __fadd_rn(loss[i], __shfl_xor_sync(ALL_LANES, loss[i], o));
     }
     bool second = loss[1] < loss[0];
-    u32 pair = e2m1_code(second ? x[1] : x[0]) | e2m1_code(second ? y[1] : y[0]) << 4;
-    reinterpret_cast<u8*>(codes)[at] = static_cast<u8>(pair);
-    reinterpret_cast<u8*>(near_codes)[at] = static_cast<u8>(pair);
+    u32 placed = placed_codes(e2m1_code(second ? x[1] : x[0]), e2m1_code(second ? y[1] : y[0]), lane % 2);
+    placed |= __shfl_xor_sync(ALL_LANES, placed, 1);
+    if (lane % 2 == 0) {
+      reinterpret_cast<u16*>(codes)[at / 2] = static_cast<u16>(placed);
+      reinterpret_cast<u16*>(near_codes)[at / 2] = static_cast<u16>(placed);
+    }
     if (lane % LANES == 0) scales[at / LANES] = near_scales[at / LANES] = second ? stored[1] : stored[0];
   }
 }

@@ -26,8 +26,10 @@ lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const f
   auto chunk = [&](int j, int part) {
     return w + (static_cast<size_t>(own_tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
-  u64 mine = 0;
-  int mine_token = -1;
+  // A thread finishes rows of KINDS tokens in turn, if not of one alone.
+  constexpr int KINDS = TOKENS * TILE * FINISHERS > THREADS ? TOKENS * TILE * FINISHERS / THREADS : 1;
+  u64 highest[KINDS] = {};
+  int of_token[KINDS] = {};
   stream_tiles<SLICES, PARTS, TOKENS, true, false, true>(
       shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, [] {}, [] {}, chunk,
       [&](int j, int r, int token, float sum, float square, bool counts) {
@@ -36,10 +38,24 @@ lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const f
         float y = sum * rsqrtf(square / K + eps);
         logits[static_cast<size_t>(token) * vocab + row] = y;
         u64 key = static_cast<u64>(ordered(y)) << 32 | static_cast<u32>(~row);
-        if (TOKENS > 1 && token != mine_token && mine) atomicMax(best + mine_token, mine), mine = 0;
-        mine_token = token;
-        mine = key > mine ? key : mine;
+#pragma unroll
+        for (int k = 0; k < KINDS; k++) {
+          if (token / ((TOKENS + KINDS - 1) / KINDS) != k) continue;
+          if (highest[k] && of_token[k] != token) atomicMax(best + of_token[k], highest[k]), highest[k] = 0;
+          of_token[k] = token;
+          highest[k] = key > highest[k] ? key : highest[k];
+        }
       });
-  if (mine) atomicMax(best + (TOKENS > 1 ? mine_token : 0), mine);
+  // One atomic a warp where its rows are of one token: thousands at one address take their time.
+#pragma unroll
+  for (int k = 0; k < KINDS; k++) {
+    int token = __shfl_sync(ALL_LANES, of_token[k], 0);
+    if (__all_sync(ALL_LANES, !highest[k] || of_token[k] == token)) {
+      u64 key = warp_max(highest[k]);
+      if (key && threadIdx.x % 32 == 0) atomicMax(best + token, key);
+    } else if (highest[k]) {
+      atomicMax(best + of_token[k], highest[k]);
+    }
+  }
 }
 CPU_KERNEL(lm_head)

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 typedef unsigned char u8;
+typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -26,7 +27,7 @@ __device__ __forceinline__ void launch_next() {
 }
 
 // With STAMPS (bench/timeline.py), the first thread of each block notes when it passes STAMP(0) to
-// STAMP(7), in nanoseconds; STAMP(7) ends a launch.
+// STAMP(7), in nanoseconds; STAMP(0) begins a launch, STAMP(7) ends it.
 #ifdef STAMPS
 constexpr int STAMP_BLOCKS = 256, STAMP_LAUNCHES = 128;
 extern "C" {
@@ -34,12 +35,14 @@ __device__ u64 stamps[STAMP_BLOCKS * STAMP_LAUNCHES * 8];
 __device__ u32 stamp_launches[STAMP_BLOCKS];
 }
 __device__ __forceinline__ void stamp(int i) {
+  __shared__ u32 launch;  // read once: a load waits behind the weights that were asked for
   u32 block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
   if (threadIdx.x || block >= STAMP_BLOCKS) return;
   u64 now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-  stamps[(block * STAMP_LAUNCHES + stamp_launches[block] % STAMP_LAUNCHES) * 8 + i] = now;
-  if (i == 7) stamp_launches[block]++;
+  if (i == 0) launch = stamp_launches[block];
+  stamps[(block * STAMP_LAUNCHES + launch % STAMP_LAUNCHES) * 8 + i] = now;
+  if (i == 7) stamp_launches[block] = launch + 1;
 }
 #define STAMP(i) stamp(i)
 #else

@@ -23,6 +23,7 @@ route(float* __restrict__ router_logits, const __nv_bfloat16* __restrict__ w, co
       const float* __restrict__ norm, int tokens, float eps) {
   constexpr int SLICES = K / 128, EACH = (SLICES + WARPS - 1) / WARPS;
   __shared__ float2 parts[WARPS];
+  STAMP(0);
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, expert = blockIdx.x;
   uint2 held[EACH] = {};
   float4 factor[EACH] = {};

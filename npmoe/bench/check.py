@@ -19,6 +19,7 @@ from npmoe.kv.storage import KVCache
 from npmoe.models.decode import DecodeStep
 from npmoe.models.layers import CausalLM
 from npmoe.models.parameters import VECTOR
+from npmoe.ops.quantize import to_kernel_pages
 from npmoe.runtime.device import cupy, to_device, to_host
 from npmoe.runtime.graphs import Graph
 
@@ -147,7 +148,8 @@ def _run_on_gpu(subject: Subject, weights: dict[str, Any], reference: PagedRefer
     with graph.stream:
         for theirs, ours in zip(cache.layers, reference.cache.layers, strict=True):
             for pages, filled in zip(theirs, ours, strict=True):
-                for a, b in zip(pages.arrays(), filled.arrays(), strict=True):
+                given = to_kernel_pages(filled).arrays()
+                for a, b in zip(pages.arrays(), given, strict=True):
                     a[...] = to_device(b, "cuda")
         step.tokens[...] = to_device(first, "cuda")
         step.seq_lens[...] = to_device(reference.lengths, "cuda")

@@ -88,7 +88,7 @@ class DecodeStep:
         self.history = xp.zeros((seqs, history), xp.int32)
         heads = seqs * a.num_kv_heads
         self.fused, self.cluster = True, CLUSTER if self.bulk else 1
-        self.partial = xp.zeros(3 * seqs * a.num_heads * a.head_dim * MAX_CLUSTERS, xp.float32)
+        self.partial = xp.zeros(2 * seqs * a.num_heads * a.head_dim * MAX_CLUSTERS, xp.float32)
         self.arrived = xp.zeros(heads * CLUSTER, xp.uint32)
         self.sampler = Sampler(seqs, spec.vocab_size) if sampled else None
         if cos_sin is None:
@@ -293,7 +293,10 @@ class DecodeStep:
         """The kernel for a dense weight, its threads a block and its dynamic shared memory."""
         stream = self._stream(w.format, w.shape[1] // COLUMNS, 1, self.num_seqs, w.codes.shape[0])
         macros = {"K": w.shape[1], "TOKENS": self.num_seqs, "W_FORMAT": W_CODES[w.format]}
-        return kernel(stem, stem, **macros, **stream.macros()), stream.threads, stream.shared
+        shared = stream.shared
+        if stem == "output":  # attention leaves multiprocessors unevenly: one block on each
+            shared = max(shared, self.shared_bytes // 2)
+        return kernel(stem, stem, **macros, **stream.macros()), stream.threads, shared
 
     def _stream(self, form: str, slices: int, stacked: int, tokens: int, tiles: int) -> Stream:
         return Stream.fit(

@@ -175,7 +175,7 @@ class _Work:
 
 CHUNK_TOKENS = 16
 ATTENTION_BYTES = 112_000
-ATTENTION_STATIC_BYTES = 12_000
+ATTENTION_STATIC_BYTES = 16_000
 """Tokens that a warp of attention takes at a time; shared memory of two blocks; of fixed arrays."""
 
 

@@ -3,13 +3,15 @@
 A slot is `page_id * page_size + offset`; a token's K or V of all heads is written to one slot.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from npmoe.dtypes import Array, array_namespace
 from npmoe.formats.floats import decode_bf16, encode_bf16
 from npmoe.formats.groups import Encoded
 from npmoe.formats.hadamard import hadamard
 from npmoe.formats.kv_cache import GROUPED_KV_FORMATS
+from npmoe.formats.page_words import from_page_words, to_page_words
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,20 @@ class KVPages:
     def arrays(self) -> list[Array]:
         """The arrays that are present."""
         return [a for a in (self.codes, self.scales, self.zeros) if a is not None]
+
+
+def to_kernel_pages(pages: KVPages) -> KVPages:
+    """Pages of any format as the GPU's kernels hold them: fp4 codes move, the rest is shared."""
+    return _with_words(pages, to_page_words)
+
+
+def from_kernel_pages(pages: KVPages) -> KVPages:
+    """The inverse of `to_kernel_pages`."""
+    return _with_words(pages, from_page_words)
+
+
+def _with_words(pages: KVPages, move: Callable[[Array], Array]) -> KVPages:
+    return replace(pages, codes=move(pages.codes)) if pages.format == "fp4" else pages
 
 
 def write_kv_pages(pages: KVPages, x: Array, slot_mapping: Array) -> None:

@@ -458,11 +458,12 @@ inline void run_block(Block& b, Random& random, unsigned seed) {
   if (!b.copies.empty() && b.error.empty()) fail("a bulk copy that nobody waited for");
 }
 
-// A product of bf16, of which the GPU keeps subnormal results whatever it is compiled with.
-inline __nv_bfloat162 multiply_bf16(__nv_bfloat162 a, __nv_bfloat162 b) {
+// Products of two bf16 or fp16, of which the GPU keeps subnormal results whatever it is compiled with.
+template <class Pair>
+inline Pair multiply_pair(Pair a, Pair b) {
   unsigned before = _mm_getcsr();
   _mm_setcsr(before & ~_MM_FLUSH_ZERO_ON);
-  __nv_bfloat162 product = __hmul2(a, b);
+  Pair product = __hmul2(a, b);
   _mm_setcsr(before);
   return product;
 }
@@ -681,4 +682,4 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }
-#define __hmul2(a, b) cpu::multiply_bf16(a, b)
+#define __hmul2(a, b) cpu::multiply_pair(a, b)

@@ -15,6 +15,7 @@ from npmoe.models import decode
 from npmoe.models.layers import CausalLM
 from npmoe.ops import sampler
 from npmoe.ops.linear import prepare_linear
+from npmoe.ops.quantize import to_kernel_pages
 from npmoe.ops.sample import Chooser, report
 from npmoe.sampling import SamplingParams
 from tests.cuda.build import Kernel, kernel, launch
@@ -107,7 +108,7 @@ def test_a_step_is_that_of_the_model(
     tokens = tokens.argmax(axis=1).astype(np.int32)
     for ours, theirs in zip(cache.layers, expected_cache.layers, strict=True):
         for a, b in zip(ours, theirs, strict=True):
-            for x, y in zip(a.arrays(), b.arrays(), strict=True):
+            for x, y in zip(a.arrays(), to_kernel_pages(b).arrays(), strict=True):
                 x[...] = y
 
     def run(function: Kernel, *arguments: Any, **options: Any) -> None:
@@ -120,7 +121,7 @@ def test_a_step_is_that_of_the_model(
             total = total + 1
             expected = forward(tokens, np.ones(seqs, np.int32), total)
             step.enqueue()
-            assert relative_error(step.logits, expected) < 1e-3
+            assert relative_error(step.logits, expected) < 5e-3
             assert (step.seq_lens == total).all()
             assert (step.history[:, i] == tokens).all()
             tokens = expected.argmax(axis=1).astype(np.int32)
