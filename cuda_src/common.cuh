@@ -5,6 +5,7 @@
 #ifndef CPU_KERNEL  // functions for tests, see tests/cuda/cuda_cpu.h
 #define CPU_KERNEL(name)
 #define CPU_CLUSTER_KERNEL(name)
+#define CPU_GRID_KERNEL(name)
 #endif
 
 constexpr u32 ALL_LANES = 0xffffffffu;

@@ -1,9 +1,12 @@
 // gate_up: hidden[token][k][i] = weight_k * silu(g) * u, with g and u = rows 2i and 2i + 1 of
 //          rsqrt(mean(x^2) + eps) * W_gate_up[id_k] (x[token] norm)
 // down:    residual[token][row] += sum_k sum_i W_down[id_k][row][i] hidden[token][k][i]
+// experts: both, of one token
 // (id_k, weight_k) is the k-th choice of route.cuh from the token's router logits.
 //
 //   hidden   float32 [tokens][TOP_K][WIDTH]         out of gate_up, in of down
+//   handed_over float32 [TOP_K WIDTH + 1]           scratch of experts: hidden and a counter, all words EMPTY
+//            before the launch
 //   residual float32 [tokens][HIDDEN]               in of gate_up (x), in and out of down
 //   gate_up  u8 records [EXPERTS][2 WIDTH / 16][HIDDEN / 128]   in: "fragments", see weight_formats.cuh; gate
 //            and up rows alternate
@@ -11,10 +14,12 @@
 //   router_logits float32 [tokens][EXPERTS]         in
 //   norm     float32 [HIDDEN]                       in
 // Grid: (any, tokens) blocks of BLOCK_THREADS threads; block (b, token) takes
-// of its token the tiles that own_tile in gemv.cuh says.
+// of its token the tiles that own_tile in gemv.cuh says. Of experts all blocks must run at once: at most
+// one a multiprocessor, and no kernel before waits for it.
 // Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K (1..32, at most EXPERTS),
 // RENORMALIZE (0 or 1), PAUSE (nanoseconds by which down lets gate_up have its weights first; 0), those of
-// gemv.cuh.
+// gemv.cuh; of experts they are gate_up's, and DOWN_PARTS, DOWN_BATCH, DOWN_PAIRED, DOWN_ROLLING and
+// DOWN_BUFFERS down's.
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sums, the combine
 // weight to hidden, so that `down` sums over experts as over columns.
@@ -34,10 +39,32 @@
 #error "define RENORMALIZE as 0 or 1"
 #endif
 
+constexpr int EXPERT_TILES = 2 * WIDTH / TILE, ROW_TILES = HIDDEN / TILE;
+
+// Where in the weights chunk `part` of the tile is that is `at`-th of all chosen experts'.
+template <class P>
+__device__ __forceinline__ const u8* gate_up_chunk(const u8* w, const Choice<TOP_K>& chosen, int at, int part) {
+  size_t tile = static_cast<size_t>(chosen.id[at / EXPERT_TILES]) * EXPERT_TILES + at % EXPERT_TILES;
+  return w + (tile * P::CHUNKS + part) * P::CHUNK_BYTES;
+}
+// Chunk k of row tile `at`: the experts one after another.
+template <class P>
+__device__ __forceinline__ const u8* down_chunk(const u8* w, const Choice<TOP_K>& chosen, int at, int k) {
+  constexpr int EACH = P::CHUNKS / TOP_K;
+  size_t tile = static_cast<size_t>(chosen.id[k / EACH]) * ROW_TILES + at;
+  return w + (tile * EACH + k % EACH) * P::CHUNK_BYTES;
+}
+// Of a gate's sum, and of its up's FINISHERS lanes on: what hidden is there.
+__device__ __forceinline__ float gated(float sum, float square, float eps, float weight) {
+  float y = sum * rsqrtf(square / HIDDEN + eps);
+  float up = __shfl_down_sync(ALL_LANES, y, FINISHERS);  // of the next row
+  return weight * y / (1.f + expf(-y)) * up;
+}
+
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
 gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* router_logits,
         const float* x, const float* __restrict__ norm, float eps) {
-  constexpr int EXPERT_TILES = 2 * WIDTH / TILE, SLICES = HIDDEN / SLICE / PARTS;
+  using Rows = Pass<HIDDEN / SLICE / PARTS, PARTS, 1, true>;
   SHARED_MEMORY(shared);
   __shared__ Choice<TOP_K> chosen;
   int token = blockIdx.y;
@@ -46,29 +73,23 @@ gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* route
     picked = choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
   };
   auto weigh = [&] { weigh_experts<TOP_K, RENORMALIZE>(chosen, picked); };
-  stream_tiles<SLICES, PARTS, 1, false, false, true>(
+  stream_tiles<Rows, false, false>(
       shared, own_tiles(TOP_K * EXPERT_TILES), x + static_cast<size_t>(token) * HIDDEN, 1, norm,
       choose, weigh, [] {},
-      [&](int j, int part) {
-        int at = own_tile(j);
-        size_t tile = static_cast<size_t>(chosen.id[at / EXPERT_TILES]) * EXPERT_TILES;
-        return w + ((tile + at % EXPERT_TILES) * PARTS + part) * SLICES * RECORD_BYTES;
-      },
+      [&](int j, int part) { return gate_up_chunk<Rows>(w, chosen, own_tile(j), part); },
       [&](int j, int row, int, float sum, float square, bool mine) {
         int at = own_tile(j), slot = at / EXPERT_TILES;
-        float y = sum * rsqrtf(square / HIDDEN + eps);
-        float up = __shfl_down_sync(ALL_LANES, y, FINISHERS);  // of the next row
+        float v = gated(sum, square, eps, chosen.weight[slot]);
         if (mine && row % 2 == 0)
           hidden[(static_cast<size_t>(token) * TOP_K + slot) * WIDTH +
-                 at % EXPERT_TILES * (TILE / 2) + row / 2] =
-              chosen.weight[slot] * y / (1.f + expf(-y)) * up;
+                 at % EXPERT_TILES * (TILE / 2) + row / 2] = v;
       });
 }
 CPU_KERNEL(gate_up)
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
 down(float* residual, const u8* __restrict__ w, const float* router_logits, const float* hidden) {
-  constexpr int ROW_TILES = HIDDEN / TILE, SLICES = WIDTH / SLICE / PARTS;
+  using Rows = Pass<WIDTH / SLICE / PARTS, TOP_K * PARTS, 1, false>;
   SHARED_MEMORY(shared);
   __shared__ Choice<TOP_K> chosen;
   int token = blockIdx.y;
@@ -79,16 +100,89 @@ down(float* residual, const u8* __restrict__ w, const float* router_logits, cons
   };
   float* rows = residual + static_cast<size_t>(token) * HIDDEN;
   float before = 0.f;
-  stream_tiles<SLICES, TOP_K * PARTS, 1, true, true, false>(
+  stream_tiles<Rows, true, true>(
       shared, own_tiles(ROW_TILES), hidden + static_cast<size_t>(token) * TOP_K * WIDTH, 1, nullptr,
-      choose, [] {}, [&] { before = row_ahead(rows, ROW_TILES); },
-      [&](int j, int k) {
-        size_t tile = static_cast<size_t>(chosen.id[k / PARTS]) * ROW_TILES + own_tile(j);
-        return w + (tile * PARTS + k % PARTS) * SLICES * RECORD_BYTES;
-      },
+      choose, [] {}, [&] { before = row_ahead<Rows>(rows, ROW_TILES); },
+      [&](int j, int k) { return down_chunk<Rows>(w, chosen, own_tile(j), k); },
       [&](int j, int row, int, float sum, float, bool mine) {
         int at = own_tile(j) * TILE + row;
         if (mine) rows[at] = (j < BATCH ? before : rows[at]) + sum;
       });
 }
 CPU_KERNEL(down)
+
+#ifdef DOWN_PARTS
+#if !BULK || RESIDENT
+#error "experts needs BULK and a ring that goes round"
+#endif
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
+experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, const u8* __restrict__ w_down,
+        const float* router_logits, const float* __restrict__ norm, float eps) {
+  using Up = Pass<HIDDEN / SLICE / PARTS, PARTS, 1, true>;
+  using Down = Pass<WIDTH / SLICE / DOWN_PARTS, TOP_K * DOWN_PARTS, 1, false, DOWN_BATCH, DOWN_PAIRED ? 2 : 1,
+                    DOWN_ROLLING, DOWN_BUFFERS>;
+  constexpr int PLACE = Up::CHUNK_BYTES > Down::CHUNK_BYTES ? Up::CHUNK_BYTES : Down::CHUNK_BYTES;
+  SHARED_MEMORY(shared);
+  __shared__ Choice<TOP_K> chosen;
+  STAMP(0);
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  u64* barriers = reinterpret_cast<u64*>(shared + STAGES * PLACE);
+  Ring ring = {shared, barriers, barriers + STAGES};
+  unsigned char* work = reinterpret_cast<unsigned char*>(barriers + 2 * STAGES);
+  if (warp == 0) init_ring(ring);
+  __syncthreads();  // the ring's barriers are there
+  STAMP(1);
+  grid_wait();
+  STAMP(3);
+  int up_tiles = own_tiles(TOP_K * EXPERT_TILES), down_tiles = own_tiles<Down::SIDE_BY_SIDE>(ROW_TILES);
+  if (warp == WARPS) {
+    weigh_experts<TOP_K, RENORMALIZE>(chosen, choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits));
+    __syncwarp();
+    auto up_chunk = [&](int j, int part) { return gate_up_chunk<Up>(w_gate_up, chosen, own_tile(j), part); };
+    auto chunk = [&](int j, int k) {
+      return down_chunk<Down>(w_down, chosen, own_tile<Down::SIDE_BY_SIDE>(j), k);
+    };
+    int up_chunks = up_tiles * Up::CHUNKS, chunks = up_chunks + down_tiles * Down::CHUNKS;
+    auto fetch = [&](int c) {
+      if (c < up_chunks)
+        fetch_chunk<Up, PLACE>(ring, c % STAGES, c, up_chunk);
+      else
+        fetch_chunk<Down, PLACE>(ring, c % STAGES, c - up_chunks, chunk);
+    };
+    for (int c = lane; c < min(STAGES, chunks); c += 32) fetch(c);
+    __syncwarp();
+    if (lane == 0)
+#pragma unroll 1
+      for (int c = STAGES; c < chunks; c++) {
+        barrier_wait(ring.empty + c % STAGES, (c / STAGES - 1) & 1);
+        fetch(c);
+      }
+    __syncwarp();
+    launch_next();  // the next kernel asks for its weights only now
+    return;
+  }
+  auto nothing = [] {};
+  auto no_chunk = [](int, int) -> const u8* { return nullptr; };  // they come through the ring
+  multiply_tiles<Up, PLACE>(
+      work, ring, up_tiles, 1, Plain{residual, Up::ALL}, norm, nothing, no_chunk,
+      [&](int j, int row, int, float sum, float square, bool mine) {
+        int at = own_tile(j), slot = at / EXPERT_TILES;
+        float v = gated(sum, square, eps, chosen.weight[slot]);
+        if (mine && row % 2 == 0)
+          hand_over(handed_over + slot * WIDTH + at % EXPERT_TILES * (TILE / 2) + row / 2, v);
+      });
+  STAMP(4);
+  sync_threads(THREADS);  // `work` is free again
+  u32* counter = reinterpret_cast<u32*>(handed_over + TOP_K * WIDTH);
+  if (threadIdx.x == 0) count_block(counter);
+  float before = row_ahead<Down>(residual, ROW_TILES);
+  multiply_tiles<Down, PLACE>(
+      work, ring, down_tiles, 1, HandedOver{handed_over, counter}, nullptr, nothing, no_chunk,
+      [&](int j, int row, int, float sum, float, bool mine) {
+        int at = own_tile<Down::SIDE_BY_SIDE>(j) * TILE + row;
+        if (mine) residual[at] = (j < Down::TOGETHER ? before : residual[at]) + sum;
+      });
+  STAMP(7);
+}
+CPU_GRID_KERNEL(experts)
+#endif

@@ -39,119 +39,112 @@
 constexpr int PRODUCERS = BULK && !RESIDENT, THREADS = 32 * WARPS, BLOCK_THREADS = THREADS + 32 * PRODUCERS;
 constexpr int FINISHERS = WARPS < 4 ? WARPS : 4;  // lanes that add up one output
 constexpr int ABREAST = PAIRED ? 2 : 1;  // tiles side by side
-static_assert(BATCH % ABREAST == 0, "a batch is of whole pairs");
 
 __device__ __forceinline__ uint4 load_shared(const u8* p) { return *reinterpret_cast<const uint4*>(p); }
 
-// Streams a block's row tiles through its warps, which share the slices of K between them.
+// How a block multiplies its row tiles.
 //   SLICES: K / 128 of a chunk. CHUNKS: chunks a tile; x has 128 SLICES CHUNKS columns a token.
-//   MAX_TOKENS: 1..8. Macros BATCH: tiles between two reductions; STAGES: chunks in the ring.
-//   EARLY: fetch before grid_wait (the addresses depend on no kernel that may still run).
-//   HASTY: let the next kernel begin before this one's predecessor has ended: it reads nothing but
-//   weights before its own grid_wait.
-//   NORM: multiply x by `norm` [columns] and sum its squares.
-//   shared: dynamic shared memory; npmoe/models/stream.py computes its size.
-//   tiles: this block's number. chunk(j, k): chunk k of its j-th tile.
-//   waited(): called by every thread when the kernel before has ended.
-//   ready(): called by the warp that fetches before the first chunk() (choose experts, say).
-//   also(): by the same warp, after the first fetches where others will still see what it writes, in
-//   done().
+//   MAX_TOKENS: 1..8. NORM: multiply x by `norm` [columns] and sum its squares.
+//   TOGETHER, SIDE_BY_SIDE, WINDOW, SETS_OF_SUMS: what the macros BATCH, ABREAST, ROLLING and BUFFERS say.
+template <int SLICES_, int CHUNKS_, int MAX_TOKENS_, bool NORM_, int TOGETHER_ = BATCH,
+          int SIDE_BY_SIDE_ = ABREAST, int WINDOW_ = ROLLING, int SETS_OF_SUMS_ = BUFFERS>
+struct Pass {
+  static constexpr int SLICES = SLICES_, CHUNKS = CHUNKS_, MAX_TOKENS = MAX_TOKENS_, TOGETHER = TOGETHER_;
+  static constexpr int SIDE_BY_SIDE = SIDE_BY_SIDE_, WINDOW = WINDOW_, SETS_OF_SUMS = SETS_OF_SUMS_;
+  static constexpr bool NORM = NORM_;
+  static constexpr int ALL = SLICES * CHUNKS, SETS = (MAX_TOKENS + 3) / 4;
+  static constexpr int EACH = (ALL + WARPS - 1) / WARPS;  // slices of a warp
+  static constexpr int AT_ONCE = WINDOW ? WINDOW : EACH < 6 ? EACH : 4;
+  static constexpr int SLICE_STEP = 2 * MAX_TOKENS * 16;  // of staged activations
+  static constexpr int STAGED = (WINDOW ? WARPS * AT_ONCE : ALL) * SLICE_STEP;
+  static constexpr int CHUNK_BYTES = SLICES * RECORD_BYTES;
+  static_assert(TOGETHER % SIDE_BY_SIDE == 0, "a batch is of whole pairs");
+  static_assert(!WINDOW || MAX_TOKENS == 1, "a window is of one token's slices");
+};
+
+#if BULK
+// Chunks in shared memory. full, empty: a barrier of each place. place, phase: of the next chunk for the
+// warps that multiply.
+struct Ring {
+  unsigned char* start;
+  Barrier full, empty;
+  int place = 0;
+  u32 phase = 0;
+};
+#else
+struct Ring {};
+#endif
+
+// Activations that the kernel before has written: 4 columns a lane of one slice.
+struct Plain {
+  typedef float4 Loaded;
+  const float* x;
+  int slices;
+  __device__ __forceinline__ float4 load(int token, int slice) const {
+    size_t at = static_cast<size_t>(token) * slices + slice;
+    return __ldcg(reinterpret_cast<const float4*>(x + at * SLICE) + (threadIdx.x & 31));
+  }
+  __device__ __forceinline__ float4 confirmed(float4 v, int, int) const { return v; }
+};
+
+// Activations that blocks of this kernel hand over; one token.
+struct HandedOver {
+  typedef uint4 Loaded;
+  const float* x;
+  const u32* counter;
+  __device__ __forceinline__ const float* at(int slice) const {
+    return x + slice * SLICE + (threadIdx.x & 31) * 4;
+  }
+  __device__ __forceinline__ uint4 load(int, int slice) const { return look(at(slice)); }
+  __device__ __forceinline__ float4 confirmed(const uint4& v, int, int slice) const {
+    return take_over(v, at(slice), counter, gridDim.x - gridDim.x / 8);
+  }
+};
+
+// Multiplies by the warps that do; P: a Pass.
+//   work: shared memory for activations, their squares and sums. PLACE_BYTES: from one place of the ring to
+//   the next. tiles: this block's number.
+//   source: load(token, slice) asks for activations, confirmed(v, token, slice) gives what it brought.
+//   begin(): called after the first load, ahead of weights, behind which it would queue.
+//   chunk(j, k): chunk k of its j-th tile.
 //   done(j, row, token, sum, sum_squares, mine): called by whole warps; FINISHERS neighbouring lanes
 //   bring the same output, the first of them with `mine`; rows of a tile follow one another.
-template <int SLICES, int CHUNKS, int MAX_TOKENS, bool EARLY, bool HASTY, bool NORM, class Ready,
-          class Also, class Waited, class ChunkAt, class Done>
-__device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, const float* x,
-                                             int tokens, const float* norm, Ready ready,
-                                             Also also, Waited waited, ChunkAt chunk, Done done) {
-  constexpr int ALL = SLICES * CHUNKS, SETS = (MAX_TOKENS + 3) / 4;
-  constexpr int EACH = (ALL + WARPS - 1) / WARPS, AT_ONCE = ROLLING ? ROLLING : EACH < 6 ? EACH : 4;
+template <class P, int PLACE_BYTES, class Source, class Begin, class ChunkAt, class Done>
+__device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, int tiles, int tokens,
+                                               Source source, const float* norm, Begin begin,
+                                               ChunkAt chunk, Done done) {
+  constexpr int SLICES = P::SLICES, CHUNKS = P::CHUNKS, MAX_TOKENS = P::MAX_TOKENS, ALL = P::ALL;
+  constexpr int SETS = P::SETS, EACH = P::EACH, AT_ONCE = P::AT_ONCE, SLICE_STEP = P::SLICE_STEP;
+  constexpr int SIDE_BY_SIDE = P::SIDE_BY_SIDE, TOGETHER = P::TOGETHER;
+  constexpr bool NORM = P::NORM, WINDOW = P::WINDOW > 0;
   // Records of a chunk that a warp has, at least and at most.
   constexpr int LEAST = SLICES / WARPS, MOST = (SLICES + WARPS - 1) / WARPS;
   // With few slices a warp's activations stay in registers.
-  constexpr bool HOLD = !ROLLING && EACH * SETS <= (PRODUCERS ? 2 : 1) && (LEAST == MOST || EACH == 1);
+  constexpr bool HOLD = !WINDOW && EACH * SETS <= (PRODUCERS ? 2 : 1) && (LEAST == MOST || EACH == 1);
   constexpr int HELD = HOLD ? EACH : 1;
-  constexpr int SLICE_STEP = 2 * MAX_TOKENS * 16;  // of `staged`
-  static_assert(!ROLLING || MAX_TOKENS == 1, "a window is of one token's slices");
-  static_assert(BULK || !RESIDENT, "only a ring can hold all chunks");
-  STAMP(0);
-  if (HASTY && !PRODUCERS) launch_next();  // with a producer later: as early as this costs it 2 %
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-#if BULK
-  constexpr int CHUNK_BYTES = SLICES * RECORD_BYTES;
-  unsigned char* ring = shared;
-  u64* barriers = reinterpret_cast<u64*>(ring + STAGES * CHUNK_BYTES);
-  const Barrier full = barriers, empty = barriers + STAGES;
-  shared = reinterpret_cast<unsigned char*>(barriers + 2 * STAGES);
-  if (warp == 0) {
-    for (int i = lane; i < STAGES; i += 32) barrier_init(full + i, 1), barrier_init(empty + i, WARPS);
-    barrier_init_done();
-  }
-  auto fetch = [&](int c) {  // chunk c in the order of use: of tiles side by side each in turn
-    int first = c / (ABREAST * CHUNKS) * ABREAST, rest = c % (ABREAST * CHUNKS);
-    int place = RESIDENT ? c : c % STAGES;
-    bulk_copy(ring + place * CHUNK_BYTES, chunk(first + rest % ABREAST, rest / ABREAST), CHUNK_BYTES,
-              full + place);
-  };
-#endif
-  constexpr int LEADER = PRODUCERS ? WARPS : 0;  // the warp that fetches
-  auto begin = [&] {
-    ready();
-    if (PRODUCERS) also();  // what the producer writes later, no barrier shows to the others
-    __syncwarp();
-#if BULK
-    for (int c = lane; c < min(STAGES, tiles * CHUNKS); c += 32) fetch(c);
-#endif
-    if (!PRODUCERS) also();
-  };
   // [slice][2 tokens][t][group]: 16 bytes, two steps of a group, of column 2 token + (0 head, 1
   // rest). Groups are turned so that lanes that read together are on different banks.
-  uint4* staged = reinterpret_cast<uint4*>(shared);
-  float* squares = reinterpret_cast<float*>(staged + (ROLLING ? WARPS * AT_ONCE : ALL) * SLICE_STEP);
-  float* partial = squares + WARPS * MAX_TOKENS;  // [BUFFERS][BATCH][WARPS][MAX_TOKENS][TILE]
-  constexpr int BATCH_FLOATS = BATCH * WARPS * MAX_TOKENS * TILE;
-  if (EARLY && !PRODUCERS && warp == 0) begin();
-  if (NORM) {
-#pragma unroll
-    for (int s = 0; s < EACH; s++)
-      if (EARLY && warp + s * WARPS < ALL) prefetch(norm + (warp + s * WARPS) * SLICE + lane * 4);
-  }
-  __syncthreads();  // the ring's barriers are there
-  if (EARLY && PRODUCERS && warp == LEADER) begin();
-  STAMP(1);
-  if (HASTY && PRODUCERS) launch_next();
-  grid_wait();
-  if (!HASTY) launch_next();
-  STAMP(3);
+  uint4* staged = reinterpret_cast<uint4*>(work);
+  float* squares = reinterpret_cast<float*>(staged + P::STAGED);
+  float* partial = squares + WARPS * MAX_TOKENS;  // [SETS_OF_SUMS][TOGETHER][WARPS][MAX_TOKENS][TILE]
+  constexpr int BATCH_FLOATS = TOGETHER * WARPS * MAX_TOKENS * TILE;
 
   // Staging: lane l brings columns 4 l to 4 l + 3 of a slice, which are one step of one group.
-  float4 q[AT_ONCE], factor[AT_ONCE];
+  typename Source::Loaded q[AT_ONCE];
+  float4 factor[AT_ONCE];
   auto load = [&](int token, int n) {  // activations of the n-th and following of a warp's slices
 #pragma unroll
     for (int s = 0; s < AT_ONCE; s++) {
       int slice = warp + (n + s) * WARPS;
       if (slice < ALL) {
-        size_t at = static_cast<size_t>(token) * ALL + slice;
-        q[s] = __ldcg(reinterpret_cast<const float4*>(x + at * SLICE) + lane);
+        q[s] = source.load(token, slice);
         if (NORM) factor[s] = __ldg(reinterpret_cast<const float4*>(norm + slice * SLICE) + lane);
       }
     }
   };
-  waited();
-#if BULK
-  if (PRODUCERS && warp == LEADER) {
-    if (!EARLY) begin();
-    __syncwarp();
-    if (lane == 0)
-#pragma unroll 1
-      for (int c = STAGES; c < tiles * CHUNKS; c++) {
-        barrier_wait(empty + c % STAGES, (c / STAGES - 1) & 1);
-        fetch(c);
-      }
-    return;
-  }
-#endif
-  load(0, 0);  // ahead of weights, behind which it would queue
-  if (!EARLY && warp == LEADER) begin();
+  load(0, 0);
+  begin();
   int column = lane >> 2, t = lane & 3;  // of B; results are those of token t
   int part = lane / 2 % 4, group = lane / 8 ^ part >> 1;
   u64* heads = reinterpret_cast<u64*>(staged + part * 4 + group) + lane % 2;
@@ -162,7 +155,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
     for (int s = 0; s < AT_ONCE; s++) {
       int slice = warp + (n + s) * WARPS;
       if (slice < ALL) {
-        float4 v = q[s];
+        float4 v = source.confirmed(q[s], token, slice);
         if (NORM) {
           square += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
           v.x *= factor[s].x, v.y *= factor[s].y, v.z *= factor[s].z, v.w *= factor[s].w;
@@ -175,7 +168,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
                                               v.y - __uint_as_float(first & 0xffff0000u)));
         u32 rest2 = bits(__floats2bfloat162_rn(v.z - __uint_as_float(second << 16),
                                                v.w - __uint_as_float(second & 0xffff0000u)));
-        int at = ((ROLLING ? warp * AT_ONCE + s : slice) * SLICE_STEP + token * 32) * 2;
+        int at = ((WINDOW ? warp * AT_ONCE + s : slice) * SLICE_STEP + token * 32) * 2;
         heads[at] = static_cast<u64>(second) << 32 | first;
         rests[at] = static_cast<u64>(rest2) << 32 | rest;
       }
@@ -187,7 +180,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
       if (lane == 0) squares[warp * MAX_TOKENS + token] = square;
     }
   };
-  if (!ROLLING) {
+  if (!WINDOW) {
 #pragma unroll 1
     for (int token = 0; token < tokens; token++) {
       square = 0.f;
@@ -231,16 +224,16 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
     }
   };
   // Where a block has one batch and all of it is in shared memory, addresses are constants.
-  constexpr bool UNROLLED = RESIDENT && !PAIRED && !ROLLING && BATCH * EACH <= 8 &&
-                            BATCH * CHUNKS >= STAGES && (HOLD || MAX_TOKENS == 1);
+  constexpr bool UNROLLED = RESIDENT && SIDE_BY_SIDE == 1 && !WINDOW && TOGETHER * EACH <= 8 &&
+                            TOGETHER * CHUNKS >= STAGES && (HOLD || MAX_TOKENS == 1);
 #if BULK
   constexpr int PAIR = HOLD ? 2 : 1;  // tiles at a time: what one waits for, the other hides
   auto resident_record = [&](int j, int u) {
-    return ring + (j * CHUNKS + u / SLICES) * CHUNK_BYTES + u % SLICES * RECORD_BYTES;
+    return ring.start + (j * CHUNKS + u / SLICES) * PLACE_BYTES + u % SLICES * RECORD_BYTES;
   };
   if (UNROLLED) {
 #pragma unroll
-    for (int j = 0; j < (UNROLLED ? BATCH : 0); j += PAIR) {
+    for (int j = 0; j < (UNROLLED ? TOGETHER : 0); j += PAIR) {
       float4 sums[PAIR][SETS] = {};
 #pragma unroll
       for (int e = 0; e < EACH; e++) {
@@ -249,45 +242,43 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
           if (!HOLD) take(b[0], u);
 #pragma unroll
           for (int i = 0; i < PAIR; i++)
-            if (j + i < BATCH && j + i < tiles) barrier_wait(full + (j + i) * CHUNKS + u / SLICES, 0);
+            if (j + i < TOGETHER && j + i < tiles) barrier_wait(ring.full + (j + i) * CHUNKS + u / SLICES, 0);
 #pragma unroll
           for (int i = 0; i < PAIR; i++)
-            if (j + i < BATCH && j + i < tiles)
+            if (j + i < TOGETHER && j + i < tiles)
               multiply<SETS>(sums[i], resident_record(j + i, u), load_shared, b[HOLD ? e : 0]);
         }
       }
 #pragma unroll
       for (int i = 0; i < PAIR; i++)
-        if (j + i < BATCH && j + i < tiles) keep(sums[i], partial, j + i);
+        if (j + i < TOGETHER && j + i < tiles) keep(sums[i], partial, j + i);
     }
   }
-  int place = 0;  // in the ring, of the next chunk
-  u32 phase = 0;  // of its barrier
 #endif
 #pragma unroll 1
-  for (int next = UNROLLED ? max(tiles - ABREAST, 0) : 0; next < tiles; next += ABREAST) {
-    int last = next + ABREAST - 1, batch = last % BATCH;  // a batch ends with tiles side by side
-    float* results = partial + last / BATCH % BUFFERS * BATCH_FLOATS;
+  for (int next = UNROLLED ? max(tiles - SIDE_BY_SIDE, 0) : 0; next < tiles; next += SIDE_BY_SIDE) {
+    int last = next + SIDE_BY_SIDE - 1, batch = last % TOGETHER;  // a batch ends with tiles side by side
+    float* results = partial + last / TOGETHER % P::SETS_OF_SUMS * BATCH_FLOATS;
     if (!UNROLLED) {
-      float4 sums[ABREAST][SETS] = {};
+      float4 sums[SIDE_BY_SIDE][SETS] = {};
       int l = warp;  // this warp's next record of the chunk
-      int staged_slices = 0, used_slices = 0;  // ROLLING
+      int staged_slices = 0, used_slices = 0;  // of the window
       auto use = [&](int part) {  // chunk `part` of the tiles side by side
 #if BULK
-        int places[ABREAST];
+        int places[SIDE_BY_SIDE];
 #pragma unroll
-        for (int i = 0; i < ABREAST; i++) {
-          places[i] = place;
-          barrier_wait(full + place, phase);
-          place++;
-          if (!RESIDENT && place == STAGES) place = 0, phase ^= 1;
+        for (int i = 0; i < SIDE_BY_SIDE; i++) {
+          places[i] = ring.place;
+          barrier_wait(ring.full + ring.place, ring.phase);
+          ring.place++;
+          if (!RESIDENT && ring.place == STAGES) ring.place = 0, ring.phase ^= 1;
         }
 #endif
 #pragma unroll(LEAST == MOST ? MOST : 1)
         for (int e = 0; e < MOST; e++)
           if (e < LEAST || l < SLICES) {
             int at = HOLD && EACH > 1 ? part * LEAST + e : 0;
-            if (ROLLING) {
+            if (WINDOW) {
               if (used_slices == staged_slices) {
                 __syncwarp();
                 stage(0, staged_slices);
@@ -300,9 +291,9 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
               take(b[0], part * SLICES + l);
             }
 #pragma unroll
-            for (int i = 0; i < ABREAST; i++) {
+            for (int i = 0; i < SIDE_BY_SIDE; i++) {
 #if BULK
-              const u8* record = ring + places[i] * CHUNK_BYTES + l * RECORD_BYTES;
+              const u8* record = ring.start + places[i] * PLACE_BYTES + l * RECORD_BYTES;
               multiply<SETS>(sums[i], record, load_shared, b[at]);
 #else
               multiply<SETS>(sums[i], chunk(next + i, part) + l * RECORD_BYTES, load_stream, b[at]);
@@ -316,17 +307,17 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
           __syncwarp();
           if (lane == 0)
 #pragma unroll
-            for (int i = 0; i < ABREAST; i++) barrier_arrive(empty + places[i]);
+            for (int i = 0; i < SIDE_BY_SIDE; i++) barrier_arrive(ring.empty + places[i]);
         }
 #endif
       };
 #pragma unroll(HOLD ? CHUNKS : 1)
       for (int part = 0; part < CHUNKS; part++) use(part);
-      if (ROLLING) keep_squares(0);
+      if (WINDOW) keep_squares(0);
 #pragma unroll
-      for (int i = 0; i < ABREAST; i++) keep(sums[i], results, batch - ABREAST + 1 + i);
+      for (int i = 0; i < SIDE_BY_SIDE; i++) keep(sums[i], results, batch - SIDE_BY_SIDE + 1 + i);
     }
-    if (batch == BATCH - 1 || last == tiles - 1) {
+    if (batch == TOGETHER - 1 || last == tiles - 1) {
       STAMP(5);
       sync_threads(THREADS);
       STAMP(6);
@@ -350,27 +341,116 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
         done(last - batch + which, at % TILE, token, total, square, mine);
       }
       // The next batch's barrier comes before these floats are written again, if it has its own.
-      if (BUFFERS == 1 && last < tiles - 1) sync_threads(THREADS);
+      if (P::SETS_OF_SUMS == 1 && last < tiles - 1) sync_threads(THREADS);
     }
   }
+}
+
+#if BULK
+__device__ __forceinline__ void init_ring(const Ring& ring) {  // by one warp
+  for (int i = threadIdx.x & 31; i < STAGES; i += 32)
+    barrier_init(ring.full + i, 1), barrier_init(ring.empty + i, WARPS);
+  barrier_init_done();
+}
+// Asks for chunk c of a pass in the order of use: of tiles side by side each in turn.
+template <class P, int PLACE_BYTES, class ChunkAt>
+__device__ __forceinline__ void fetch_chunk(const Ring& ring, int place, int c, ChunkAt chunk) {
+  int first = c / (P::SIDE_BY_SIDE * P::CHUNKS) * P::SIDE_BY_SIDE, rest = c % (P::SIDE_BY_SIDE * P::CHUNKS);
+  bulk_copy(ring.start + place * PLACE_BYTES, chunk(first + rest % P::SIDE_BY_SIDE, rest / P::SIDE_BY_SIDE),
+            P::CHUNK_BYTES, ring.full + place);
+}
+#endif
+
+// Streams a block's row tiles through its warps, which share the slices of K between them.
+//   EARLY: fetch before grid_wait (the addresses depend on no kernel that may still run).
+//   HASTY: let the next kernel begin before this one's predecessor has ended: it reads nothing but
+//   weights before its own grid_wait.
+//   shared: dynamic shared memory; npmoe/models/stream.py computes its size.
+//   waited(): called by every thread when the kernel before has ended.
+//   ready(): called by the warp that fetches before the first chunk() (choose experts, say).
+//   also(): by the same warp, after the first fetches where others will still see what it writes, in
+//   done().
+//   P, tiles, x, norm, chunk, done: as for multiply_tiles.
+template <class P, bool EARLY, bool HASTY, class Ready, class Also, class Waited, class ChunkAt, class Done>
+__device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, const float* x,
+                                             int tokens, const float* norm, Ready ready,
+                                             Also also, Waited waited, ChunkAt chunk, Done done) {
+  static_assert(BULK || !RESIDENT, "only a ring can hold all chunks");
+  STAMP(0);
+  if (HASTY && !PRODUCERS) launch_next();  // with a producer later: as early as this costs it 2 %
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#if BULK
+  u64* barriers = reinterpret_cast<u64*>(shared + STAGES * P::CHUNK_BYTES);
+  Ring ring = {shared, barriers, barriers + STAGES};
+  shared = reinterpret_cast<unsigned char*>(barriers + 2 * STAGES);
+  if (warp == 0) init_ring(ring);
+  auto fetch = [&](int c) { fetch_chunk<P, P::CHUNK_BYTES>(ring, RESIDENT ? c : c % STAGES, c, chunk); };
+#else
+  Ring ring;
+#endif
+  constexpr int LEADER = PRODUCERS ? WARPS : 0;  // the warp that fetches
+  auto begin = [&] {
+    ready();
+    if (PRODUCERS) also();  // what the producer writes later, no barrier shows to the others
+    __syncwarp();
+#if BULK
+    for (int c = lane; c < min(STAGES, tiles * P::CHUNKS); c += 32) fetch(c);
+#endif
+    if (!PRODUCERS) also();
+  };
+  if (EARLY && !PRODUCERS && warp == 0) begin();
+  if (P::NORM) {
+#pragma unroll
+    for (int s = 0; s < P::EACH; s++)
+      if (EARLY && warp + s * WARPS < P::ALL) prefetch(norm + (warp + s * WARPS) * SLICE + lane * 4);
+  }
+  __syncthreads();  // the ring's barriers are there
+  if (EARLY && PRODUCERS && warp == LEADER) begin();
+  STAMP(1);
+  if (HASTY && PRODUCERS) launch_next();
+  grid_wait();
+  if (!HASTY) launch_next();
+  STAMP(3);
+  waited();
+#if BULK
+  if (PRODUCERS && warp == LEADER) {
+    if (!EARLY) begin();
+    __syncwarp();
+    if (lane == 0)
+#pragma unroll 1
+      for (int c = STAGES; c < tiles * P::CHUNKS; c++) {
+        barrier_wait(ring.empty + c % STAGES, (c / STAGES - 1) & 1);
+        fetch(c);
+      }
+    return;
+  }
+#endif
+  auto begin_late = [&] {
+    if (!EARLY && warp == LEADER) begin();
+  };
+  multiply_tiles<P, P::CHUNK_BYTES>(shared, ring, tiles, tokens, Plain{x, P::ALL}, norm, begin_late, chunk,
+                                    done);
   STAMP(7);
 }
 
-// Blocks take tiles ABREAST at a time: block b the b-th, then gridDim.x further on, and so on. How many
-// of `all` row tiles (a multiple of ABREAST) this one has, and its j-th.
+// Blocks take tiles so many side by side: block b the b-th, then gridDim.x further on, and so on. How
+// many of `all` row tiles (a multiple of that) this one has, and its j-th.
+template <int SIDE_BY_SIDE = ABREAST>
 __device__ __forceinline__ int own_tiles(int all) {
-  int first = blockIdx.x, stride = gridDim.x, count = all / ABREAST;
-  return count > first ? ((count - first - 1) / stride + 1) * ABREAST : 0;
+  int first = blockIdx.x, stride = gridDim.x, count = all / SIDE_BY_SIDE;
+  return count > first ? ((count - first - 1) / stride + 1) * SIDE_BY_SIDE : 0;
 }
+template <int SIDE_BY_SIDE = ABREAST>
 __device__ __forceinline__ int own_tile(int j) {
-  return (blockIdx.x + j / ABREAST * gridDim.x) * ABREAST + j % ABREAST;
+  return (blockIdx.x + j / SIDE_BY_SIDE * gridDim.x) * SIDE_BY_SIDE + j % SIDE_BY_SIDE;
 }
 
 // With one token: the value of `column` (float32 [16 x row_tiles]) at the row for which this thread
 // will be asked to finish a tile of the first batch.
+template <class P>
 __device__ __forceinline__ float row_ahead(const float* column, int row_tiles) {
-  static_assert(BATCH * TILE * FINISHERS <= THREADS, "a thread finishes one row of a batch");
-  int at = threadIdx.x / FINISHERS, tile = own_tile(at / TILE);
-  bool mine = at < BATCH * TILE && tile < row_tiles;
+  static_assert(P::TOGETHER * TILE * FINISHERS <= THREADS, "a thread finishes one row of a batch");
+  int at = threadIdx.x / FINISHERS, tile = own_tile<P::SIDE_BY_SIDE>(at / TILE);
+  bool mine = at < P::TOGETHER * TILE && tile < row_tiles;
   return mine ? __ldcg(column + tile * TILE + at % TILE) : 0.f;
 }

@@ -30,7 +30,7 @@ lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const f
   constexpr int KINDS = TOKENS * TILE * FINISHERS > THREADS ? TOKENS * TILE * FINISHERS / THREADS : 1;
   u64 highest[KINDS] = {};
   int of_token[KINDS] = {};
-  stream_tiles<SLICES, PARTS, TOKENS, true, false, true>(
+  stream_tiles<Pass<SLICES, PARTS, TOKENS, true>, true, false>(
       shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, [] {}, [] {}, chunk,
       [&](int j, int r, int token, float sum, float square, bool counts) {
         int row = own_tile(j) * TILE + r;

@@ -20,14 +20,15 @@ output(float* residual, const u8* __restrict__ w, const float* __restrict__ bias
        int rows, int tokens) {
   SHARED_MEMORY(shared);
   constexpr int SLICES = K / SLICE / PARTS;
+  using Rows = Pass<SLICES, PARTS, TOKENS, false>;
   auto chunk = [&](int j, int part) {
     return w + (static_cast<size_t>(own_tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
   float before = 0.f;
   auto fetch_before = [&] {
-    if (TOKENS == 1) before = row_ahead(residual, rows / TILE);
+    if (TOKENS == 1) before = row_ahead<Rows>(residual, rows / TILE);
   };
-  stream_tiles<SLICES, PARTS, TOKENS, true, true, false>(
+  stream_tiles<Rows, true, true>(
       shared, own_tiles(rows / TILE), x, tokens, nullptr, [] {}, [] {}, fetch_before,
       chunk,
       [&](int j, int r, int token, float sum, float, bool mine) {

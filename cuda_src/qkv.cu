@@ -24,7 +24,7 @@ qkv(float* __restrict__ projected, const u8* __restrict__ w, const float* __rest
   auto chunk = [&](int j, int part) {
     return w + (static_cast<size_t>(own_tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
-  stream_tiles<SLICES, PARTS, TOKENS, true, false, true>(
+  stream_tiles<Pass<SLICES, PARTS, TOKENS, true>, true, false>(
       shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, [] {}, [] {}, chunk,
       [&](int j, int r, int token, float sum, float square, bool mine) {
         int row = own_tile(j) * TILE + r;

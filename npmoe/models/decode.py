@@ -16,7 +16,7 @@ from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, RECORDS, ROWS
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models.specs import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec
-from npmoe.models.stream import AttentionSplit, Stream
+from npmoe.models.stream import AttentionSplit, ExpertStream, Stream
 from npmoe.ops.experts import PLAIN
 from npmoe.ops.quantize import KVPages
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
@@ -35,10 +35,12 @@ KV_CODES = named_codes({"bf16": 0, "fp4": 1})
 class Tuning:
     """Launch shapes that change results by rounding only. splits: parts of the context that an
     attention head is spread over, rounded down to whole clusters; None fills the GPU. blocks:
-    thread blocks of a weight kernel; None takes one a multiprocessor."""
+    thread blocks of a weight kernel; None takes one a multiprocessor, more are refused.
+    one_kernel: a single token's experts run in one kernel where that exists."""
 
     splits: int | None = None
     blocks: int | None = None
+    one_kernel: bool = True
 
 
 class DecodeStep:
@@ -81,6 +83,7 @@ class DecodeStep:
         self.attended = xp.zeros((seqs, a.num_heads * a.head_dim), xp.float32)
         self.router_logits = xp.zeros((seqs, experts), xp.float32)
         self.hidden = xp.zeros((seqs, top_k, width), xp.float32)
+        self.handed_over = xp.zeros(top_k * width + 1, xp.float32)
         self.logits = xp.zeros((seqs, spec.vocab_size), xp.float32)
         self.best = xp.zeros(seqs, xp.uint64)
         self.tokens, self.steps = xp.zeros(seqs, xp.int32), xp.zeros(seqs, xp.uint32)
@@ -168,7 +171,10 @@ class DecodeStep:
         w: dict[str, Any] = {n: self.weights.get(f"layers.{i}.{n}") for n in _LAYER_WEIGHTS}
         eps, seqs, blocks = self.spec.eps, self.num_seqs, self.blocks
         qkv, o = w["qkv_proj"], w["o_proj"]
-        function, threads, shared = self._gemv("qkv", qkv)
+        mlp = self.spec.layers[i].mlp
+        assert isinstance(mlp, ExpertSpec)
+        together = self._expert_stream(w, mlp)
+        function, threads, shared = self._gemv("qkv", qkv, together)
         launch(
             function,
             (blocks,),
@@ -197,8 +203,6 @@ class DecodeStep:
             seqs,
             shared=shared,
         )
-        mlp = self.spec.layers[i].mlp
-        assert isinstance(mlp, ExpertSpec)
         experts = mlp.router.num_experts
         warps = 4 if self.spec.hidden_size < WIDE else 8
         launch(
@@ -206,13 +210,18 @@ class DecodeStep:
             (experts,),
             32 * warps,
             self.router_logits,
+            None if together is None else self.handed_over,
             w["router"],
             self.x,
             w["post_attention_layernorm"],
             seqs,
+            self.handed_over.size,
             eps,
         )
-        self._experts(w, mlp)
+        if together is None:
+            self._experts(w, mlp)
+        else:
+            self._experts_in_one(w, mlp, together)
 
     def _attention(self, i: int, w: dict[str, Any]) -> None:
         a = self.spec.layers[i].attention
@@ -249,17 +258,45 @@ class DecodeStep:
             shared=split.shared,
         )
 
+    def _expert_stream(self, w: dict[str, Any], mlp: ExpertSpec) -> ExpertStream | None:
+        """How one kernel runs the experts, or None where two do."""
+        gate_up, down = w["gate_up_proj"], w["down_proj"]
+        wanted = self.tuning.one_kernel and self.bulk and self.num_seqs == 1
+        if not wanted or gate_up.format != down.format:
+            return None
+        sizes = self.spec.hidden_size, down.shape[-1], mlp.router.top_k
+        return ExpertStream.fit(gate_up.format, *sizes, self.blocks, self.shared_bytes)
+
+    def _expert_macros(self, w: dict[str, Any], mlp: ExpertSpec) -> dict[str, int]:
+        return {
+            "HIDDEN": self.spec.hidden_size,
+            "WIDTH": w["down_proj"].shape[-1],
+            "EXPERTS": mlp.router.num_experts,
+            "TOP_K": mlp.router.top_k,
+            "RENORMALIZE": int(mlp.router.renormalize),
+        }
+
+    def _experts_in_one(self, w: dict[str, Any], mlp: ExpertSpec, stream: ExpertStream) -> None:
+        gate_up, down = w["gate_up_proj"], w["down_proj"]
+        macros = self._expert_macros(w, mlp) | stream.macros()
+        launch(
+            kernel("experts", "experts", W_FORMAT=W_CODES[down.format], **macros),
+            (self.blocks,),
+            stream.threads,
+            self.x,
+            self.handed_over,
+            gate_up.codes,
+            down.codes,
+            self.router_logits,
+            w["post_attention_layernorm"],
+            self.spec.eps,
+            shared=stream.shared,
+        )
+
     def _experts(self, w: dict[str, Any], mlp: ExpertSpec) -> None:
         gate_up, down = w["gate_up_proj"], w["down_proj"]
-        hidden, width, router = self.spec.hidden_size, down.shape[-1], mlp.router
-        macros = {
-            "HIDDEN": hidden,
-            "WIDTH": width,
-            "EXPERTS": router.num_experts,
-            "TOP_K": router.top_k,
-            "RENORMALIZE": int(router.renormalize),
-        }
-        top_k = router.top_k
+        hidden, width, top_k = self.spec.hidden_size, down.shape[-1], mlp.router.top_k
+        macros = self._expert_macros(w, mlp)
         tiles = top_k * 2 * width // ROWS
         stream = self._stream(gate_up.format, hidden // COLUMNS, 1, 1, tiles)
         form = {"W_FORMAT": W_CODES[gate_up.format]}
@@ -289,24 +326,31 @@ class DecodeStep:
             shared=stream.shared,
         )
 
-    def _gemv(self, stem: str, w: QuantTensor) -> tuple[Any, int, int]:
-        """The kernel for a dense weight, its threads a block and its dynamic shared memory."""
-        stream = self._stream(w.format, w.shape[1] // COLUMNS, 1, self.num_seqs, w.codes.shape[0])
+    def _gemv(
+        self, stem: str, w: QuantTensor, before: ExpertStream | None = None
+    ) -> tuple[Any, int, int]:
+        """The kernel for a dense weight, its threads a block and its dynamic shared memory. before: a
+        kernel beside which it shall fit on a multiprocessor."""
+        stream = self._stream(
+            *(w.format, w.shape[1] // COLUMNS, 1, self.num_seqs, w.codes.shape[0]),
+            beside=0 if before is None else before.shared,
+        )
         macros = {"K": w.shape[1], "TOKENS": self.num_seqs, "W_FORMAT": W_CODES[w.format]}
         shared = stream.shared
         if stem == "output":  # attention leaves multiprocessors unevenly: one block on each
             shared = max(shared, self.shared_bytes // 2)
         return kernel(stem, stem, **macros, **stream.macros()), stream.threads, shared
 
-    def _stream(self, form: str, slices: int, stacked: int, tokens: int, tiles: int) -> Stream:
-        return Stream.fit(
-            *(form, slices, stacked, tokens, tiles),
-            *(self.blocks, self.bulk, self.shared_bytes),
-        )
+    def _stream(
+        self, form: str, slices: int, stacked: int, tokens: int, tiles: int, beside: int = 0
+    ) -> Stream:
+        room = self.shared_bytes - (beside + 2 * BLOCK_BYTES if beside else 0)
+        work = form, slices, stacked, tokens, tiles, self.blocks, self.bulk
+        return Stream.fit(*work, room)
 
 
 CLUSTER, LONG_CLUSTER, MAX_CLUSTERS, LONG_CONTEXT = 8, 2, 64, 8192
-PAUSE, WIDE = 1000, 4096
+PAUSE, WIDE, BLOCK_BYTES = 1000, 4096, 1024
 """Blocks of an attention cluster, the same from LONG_CONTEXT tokens on, most clusters a head, that
 number of tokens; nanoseconds by which `down` lets `gate_up` have its weights first; hidden size
 from which the router takes more warps."""

@@ -6,11 +6,13 @@ from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
 from npmoe.formats.quant_tensor import CODES_PER_BYTE
 
-CHUNK_BYTES, NARROW_CHUNK_BYTES = 40_000, 24_000
-RING_BYTES = 114_000
+CHUNK_BYTES, NARROW_CHUNK_BYTES = 40_000, 26_000
+RING_BYTES, EXPERT_RING_BYTES = 114_000, 140_000
+EXPERT_WARPS = 16
+NARROW_WARPS = 16, 8, 4, 2, 1
 SLICE_BYTES, WINDOW_FROM = 512, 6
 STATIC_BYTES = 256
-"""Largest chunk, the same of 4-bit codes, and ring; activations of a token's slice, and from how
+"""Largest chunk, the same of 4-bit codes, and rings; activations of a token's slice, and from how
 many slices a warp they pass through a window; room for a kernel's own arrays."""
 
 
@@ -55,14 +57,9 @@ class Stream:
         a block of this GPU can have.
         Raises UnsupportedModel where activations and ring do not fit it.
         """
-        # 4 bits are bound by instructions and want many warps; more tokens need more registers.
-        narrow = form in CODES_PER_BYTE and tokens <= 4
-        choices = (16, 8, 4, 2, 1) if narrow else (8, 4, 2, 1)
-        largest = NARROW_CHUNK_BYTES if narrow else CHUNK_BYTES
-        own = -(-tiles // blocks)  # of the block that has most
-        own_in_pairs = 2 * -(-tiles // (2 * blocks))
-        pairs_fit = tiles % 2 == 0 and own > 1 and 8 * own_in_pairs <= 9 * own
-        work = _Work(narrow, slices * stacked, tokens, own, pairs_fit, bulk, shared_bytes)
+        work = _Work.of(form, slices, stacked, tokens, tiles, blocks, bulk, shared_bytes)
+        choices = NARROW_WARPS if work.narrow else (8, 4, 2, 1)
+        largest = NARROW_CHUNK_BYTES if work.narrow else CHUNK_BYTES
         for parts in range(1, slices + 1):
             each = slices // parts
             chunk = each * RECORD_BYTES[form]
@@ -109,14 +106,33 @@ class _Work:
     bulk: bool
     shared_bytes: int
 
+    @classmethod
+    def of(
+        cls,
+        form: str,
+        slices: int,
+        stacked: int,
+        tokens: int,
+        tiles: int,
+        blocks: int,
+        bulk: bool,
+        shared_bytes: int,
+    ) -> "_Work":
+        """Arguments as of Stream.fit."""
+        # 4 bits are bound by instructions and want many warps; more tokens need more registers.
+        narrow = form in CODES_PER_BYTE and tokens <= 4
+        own = -(-tiles // blocks)  # of the block that has most
+        own_in_pairs = 2 * -(-tiles // (2 * blocks))
+        pairs_fit = tiles % 2 == 0 and own > 1 and 8 * own_in_pairs <= 9 * own
+        return cls(narrow, slices * stacked, tokens, own, pairs_fit, bulk, shared_bytes)
+
     def stream(
         self, parts: int, chunks: int, each: int, chunk_bytes: int, warps: int
     ) -> Stream | None:
         """With this many warps and `chunks` chunks of `each` records a tile, if that fits."""
-        batch = min(self.own, max(2, warps // 2))  # a thread finishes one row
+        batch = self._batch(warps)
         buffers = 2 if self.bulk and batch < self.own else 1
-        once = self.bulk and self.tokens == 1 and self.slices >= WINDOW_FROM * warps
-        once &= self.own == 1 or (self.own == 2 and self.pairs_fit)
+        once = self._once(warps)
         # A second slice in the window costs registers; uneven shares of a chunk leave none.
         window = (2 if each % warps == 0 else 1) if once else 0
         place, total = chunk_bytes + 16, self.own * chunks  # two barriers with every chunk
@@ -163,6 +179,37 @@ class _Work:
             shared=max(shared, self.shared_bytes // 2) if streams else shared,
         )
 
+    def share(self, form: str, stacked: int, warps: int) -> "_Pass":
+        """A part of a kernel whose ring goes round, and is large enough for pairs."""
+        largest, slices = NARROW_CHUNK_BYTES if self.narrow else CHUNK_BYTES, self.slices // stacked
+        parts = next(
+            p
+            for p in range(1, slices + 1)
+            if slices % p == 0 and (slices // p * RECORD_BYTES[form] <= largest or p == slices)
+        )
+        batch, once, each = self._batch(warps), self._once(warps), slices // parts
+        window = (2 if each % warps == 0 else 1) if once else 0
+        buffers = 2 if batch < self.own else 1
+        paired = self.pairs_fit and (once or (self.narrow and batch % 2 == 0))
+        return _Pass(
+            parts=parts,
+            chunks=parts * stacked,
+            chunk_bytes=each * RECORD_BYTES[form],
+            batch=batch,
+            buffers=buffers,
+            paired=paired,
+            rolling=window,
+            shared=self._shared(warps, batch, buffers, window),
+        )
+
+    def _batch(self, warps: int) -> int:
+        return min(self.own, max(2, warps // 2))  # a thread finishes one row
+
+    def _once(self, warps: int) -> bool:
+        """Whether activations pass through a window."""
+        once = self.bulk and self.tokens == 1 and self.slices >= WINDOW_FROM * warps
+        return once and (self.own == 1 or (self.own == 2 and self.pairs_fit))
+
     @property
     def _room(self) -> int:
         return self.shared_bytes - STATIC_BYTES
@@ -171,6 +218,77 @@ class _Work:
         """Bytes beside the ring: activations, their squares, and sums."""
         staged = (window * warps if window else self.slices) * self.tokens * SLICE_BYTES
         return staged + warps * self.tokens * 4 * (1 + ROWS * batch * buffers)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One projection in a kernel that runs two: as of Stream, and chunks a row tile, the bytes of
+    a chunk, and those of shared memory beside the ring."""
+
+    parts: int
+    chunks: int
+    chunk_bytes: int
+    batch: int
+    buffers: int
+    paired: bool
+    rolling: int
+    shared: int
+
+    def macros(self, prefix: str) -> dict[str, int]:
+        names = ("parts", "batch", "buffers", "paired", "rolling")
+        return {prefix + name.upper(): int(getattr(self, name)) for name in names}
+
+
+@dataclass(frozen=True)
+class ExpertStream:
+    """Macros and launch of the kernel that runs both projections of one token's experts.
+
+    up, down: their shares of the work. warps, stages, shared: as of Stream.
+    """
+
+    up: "_Pass"
+    down: "_Pass"
+    warps: int
+    stages: int
+    shared: int
+
+    @classmethod
+    def fit(
+        cls,
+        form: str,
+        hidden: int,
+        width: int,
+        top_k: int,
+        blocks: int,
+        shared_bytes: int,
+    ) -> "ExpertStream | None":
+        """For experts of `width` (padded) on activations of `hidden` columns; None where those and a
+        ring do not fit the shared memory that a block of this GPU can have."""
+        warps = EXPERT_WARPS if form in CODES_PER_BYTE else 8
+        tiles, gpu = top_k * 2 * width // ROWS, (blocks, True, shared_bytes)
+        up = _Work.of(form, hidden // COLUMNS, 1, 1, tiles, *gpu)
+        down = _Work.of(form, width // COLUMNS, top_k, 1, hidden // ROWS, *gpu)
+        passes = up.share(form, 1, warps), down.share(form, top_k, warps)
+        place = max(p.chunk_bytes for p in passes) + 16  # two barriers with every chunk
+        work = max(p.shared for p in passes)
+        total = up.own * passes[0].chunks + down.own * passes[1].chunks
+        stages = min(
+            total, (shared_bytes - STATIC_BYTES - work) // place, EXPERT_RING_BYTES // place
+        )
+        if stages < min(total, 4 if passes[0].paired or passes[1].paired else 3):
+            return None
+        shared = max(work + stages * place, shared_bytes // 2)  # one block a multiprocessor
+        return cls(*passes, warps, stages, shared)
+
+    @property
+    def threads(self) -> int:
+        """Of a block: one more warp keeps the ring full."""
+        return 32 * (self.warps + 1)
+
+    def macros(self) -> dict[str, int]:
+        """What the kernel must know of this."""
+        common = {"STAGES": self.stages, "RESIDENT": 0, "BULK": 1, "WARPS": self.warps}
+        return common | self.up.macros("") | self.down.macros("DOWN_")
 
 
 CHUNK_TOKENS = 16

@@ -30,6 +30,7 @@
 
 #include <xmmintrin.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -93,7 +94,7 @@ namespace cpu {
 constexpr size_t STACK_BYTES = 128 << 10, GUARD = 4;  // GUARD: uint4 behind dynamic shared memory
 constexpr unsigned char POISON = 0xFF;
 
-enum State { READY, AT_BARRIER, AT_WARP_OP, AT_MBARRIER, AT_CLUSTER, ENDED };
+enum State { READY, AT_BARRIER, AT_WARP_OP, AT_MBARRIER, AT_CLUSTER, POLLING, ENDED };
 
 struct Mbarrier {  // lies in the kernel's u64
   uint8_t phase, arrivals, pending, unused;
@@ -171,12 +172,12 @@ inline void pause() { cpu_switch(&current->stack_pointer, block->scheduler); }
 inline void fail(const std::string& what) {  // ends the launch; a fiber does not return from it
   Block& b = *block;
   const char* names[] = {"ready", "at a barrier", "in a warp operation", "at an mbarrier",
-                         "at a cluster barrier", "ended"};
-  int counts[6] = {};
+                         "at a cluster barrier", "polling", "ended"};
+  int counts[7] = {};
   for (const Fiber& f : b.fibers) counts[f.state]++;
   b.error = what + " in block " + std::to_string(b.index.x) + ", " + std::to_string(b.index.y) +
             ", " + std::to_string(b.index.z) + ":";
-  for (int i = 0; i < 6; i++)
+  for (int i = 0; i < 7; i++)
     if (counts[i]) b.error += " " + std::to_string(counts[i]) + " threads " + names[i] + ";";
   if (current) pause();
 }
@@ -322,6 +323,11 @@ inline void cluster_barrier() {
   current->state = AT_CLUSTER;
   pause();
 }
+// Lets other blocks of the launch go on, which must run in one cluster.
+inline void poll() {
+  current->state = POLLING;
+  pause();
+}
 inline void cluster_arrive() {
   if (std::exchange(current->arrived, true)) fail("a thread arrives twice at a cluster barrier");
   if (block->seed % 2 == 0) cluster_barrier();
@@ -426,7 +432,11 @@ inline void start_block(Block& b, unsigned char* stacks, unsigned seed) {
   }
 }
 
-// Runs a block until all its threads have ended or wait for the cluster.
+inline bool polls(const Block& b) {
+  return std::any_of(b.fibers.begin(), b.fibers.end(), [](const Fiber& f) { return f.state == POLLING; });
+}
+
+// Runs a block until all its threads have ended or wait for the cluster, or for what another block writes.
 inline void run_block(Block& b, Random& random, unsigned seed) {
   int count = static_cast<int>(b.fibers.size()), warps = (count + 31) / 32;
   block = &b;
@@ -452,8 +462,9 @@ inline void run_block(Block& b, Random& random, unsigned seed) {
     int at_cluster = 0;
     for (const Fiber& f : b.fibers) at_cluster += f.state == AT_CLUSTER;
     if (at_cluster == b.alive) return;
-    if (b.copies.empty()) fail("deadlock");
-    else land(b.copies.front().barrier);
+    if (!b.copies.empty()) land(b.copies.front().barrier);
+    else if (polls(b)) return;
+    else fail("deadlock");
   }
   if (!b.copies.empty() && b.error.empty()) fail("a bulk copy that nobody waited for");
 }
@@ -484,19 +495,24 @@ inline std::string run_cluster(std::vector<Block>& blocks, unsigned char* stacks
     if (blocks.size() > 1) b.statics.assign(__stop_shared_memory - __start_shared_memory, POISON);
   }
   hide();
+  int polled = 0;  // turns in a row in which every living block polled
   for (bool alive = true; alive;) {
     alive = false;
+    bool all_poll = true;
     for (int i : random.order(static_cast<int>(blocks.size()), seed)) {
       load_shared(blocks[i]);
       run_block(blocks[i], random, seed);
       save_shared(blocks[i]);
       if (!blocks[i].error.empty()) return blocks[i].error;
       alive |= blocks[i].alive > 0;
+      all_poll &= !blocks[i].alive || polls(blocks[i]);
     }
+    polled = all_poll ? polled + 1 : 0;
+    if (polled > 100) return "blocks poll for what nobody writes";
     if (hidden && !reveal()) return "a write before grid_wait";
     for (Block& b : blocks)
       for (Fiber& f : b.fibers)
-        if (f.state == AT_CLUSTER) f.state = READY;
+        if (f.state == AT_CLUSTER || f.state == POLLING) f.state = READY;
   }
   return "";
 }
@@ -574,9 +590,10 @@ void cpu_watch(unsigned char** at, const size_t* bytes, const unsigned char* in_
 int cpu_was_hasty() { return cpu::hasty; }
 }
 
-// cpu_NAME, which runs a kernel in blocks of their own, or in clusters of CLUSTER.
+// cpu_NAME, which runs a kernel in blocks of their own, in clusters of CLUSTER, or all blocks in turns.
 #define CPU_KERNEL(name) CPU_KERNEL_OF(name, 1)
 #define CPU_CLUSTER_KERNEL(name) CPU_KERNEL_OF(name, CLUSTER)
+#define CPU_GRID_KERNEL(name) CPU_KERNEL_OF(name, sizes[0])
 #define CPU_KERNEL_OF(name, blocks_a_cluster)                                                   \
   extern "C" const char* cpu_##name(const unsigned* sizes, size_t shared, void** arguments,     \
                                     const char* kinds, unsigned seed) {                         \

@@ -2,16 +2,22 @@
 
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from npmoe.formats.fragments import ROWS
+from npmoe.formats.fragments import RECORD_BYTES, ROWS
 from npmoe.formats.quant_tensor import QuantTensor
+from npmoe.models import stream
+from npmoe.models.decode import W_CODES
+from npmoe.models.stream import ExpertStream
 from npmoe.ops.experts import swiglu_ref
 from npmoe.ops.norm import rms_norm_ref
 from npmoe.ops.route import top_k_ref
+from tests.cuda.build import kernel, launch
 from tests.cuda.support import (
+    SHARED_BYTES,
     TOLERANCE,
     Memory,
     Streaming,
@@ -140,3 +146,56 @@ def test_down(case: Case) -> None:
         for t in range(case.tokens)
     ]
     assert relative_error(residual, before + expected) < TOLERANCE
+
+
+IN_ONE = (  # name, format, hidden, width, experts, top_k, renormalize, blocks, chunks in the ring
+    ("fp4", "fp4", 512, 256, 5, 2, True, 3, 4),  # tiles two by two; two batches
+    ("fp4_window", "fp4", 256, 3072, 5, 4, True, 9, 5),  # activations of down through a window
+    ("bf16", "bf16", 256, 128, 4, 3, False, 5, 4),
+    ("bf16_window", "bf16", 128, 1536, 4, 4, True, 8, 4),
+    ("nvfp4", "nvfp4", 384, 128, 4, 2, True, 40, 4),  # more blocks than tiles
+    ("int4_asym", "int4_asym", 256, 256, 4, 2, True, 4, 6),
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, id=c[0], marks=[pytest.mark.sanitize] if c[0] == "fp4_window" else [])
+        for c in IN_ONE
+    ],
+)
+def test_both_in_one_kernel(case: tuple[Any, ...]) -> None:
+    name, fmt, hidden, width, experts, top_k, renormalize, blocks, ring = case
+    shape = Case(name, fmt, hidden, width, experts, top_k, renormalize, 1, blocks, ring)
+    gate_up, down, logits, rng = inputs(shape)
+    x, norm = activations(rng, 1, hidden), rng.uniform(0.5, 1.5, hidden).astype(np.float32)
+    chunk_bytes = 4 * RECORD_BYTES[fmt]
+    changed = {"CHUNK_BYTES": chunk_bytes, "NARROW_CHUNK_BYTES": chunk_bytes}
+    changed["EXPERT_RING_BYTES"] = ring * (chunk_bytes + 16)
+    with patch.multiple(stream, **changed):
+        fitted = ExpertStream.fit(fmt, hidden, width, top_k, blocks, SHARED_BYTES)
+    assert fitted is not None
+    macros = {"HIDDEN": hidden, "WIDTH": width, "EXPERTS": experts, "TOP_K": top_k}
+    macros |= {"RENORMALIZE": renormalize, "W_FORMAT": W_CODES[fmt]} | fitted.macros()
+    function = kernel("experts", "experts", **macros)
+    records = codes(interleaved(gate_up)), codes(down)
+
+    def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
+        residual = memory.writable(x)
+        empty = memory.writable(np.full(top_k * width + 1, 0xFFFFFFFF, np.uint32).view(np.float32))
+        launch(
+            *(function, (blocks,), fitted.threads, residual, empty),
+            *(memory.read_only(a) for a in (*records, logits, norm)),
+            EPS,
+            shared=fitted.shared,
+            seed=seed,
+        )
+        return (residual,)
+
+    (residual,) = run_all_orders(run)
+    weights, ids = top_k_ref(logits, top_k, renormalize)
+    normed, dense = rms_norm_ref(x, norm, EPS)[0], gate_up.dequantize()
+    gated = weights[0, :, None] * swiglu_ref(normed @ dense[ids[0]].transpose(0, 2, 1))
+    expected = x + sum(gated[k] @ down.dequantize()[ids[0, k]].T for k in range(top_k))
+    assert relative_error(residual, expected) < 2 * TOLERANCE
