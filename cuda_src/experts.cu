@@ -11,6 +11,7 @@
 //   gate_up  u8 records [EXPERTS][2 WIDTH / 16][HIDDEN / 128]   in: "fragments", see weight_formats.cuh; gate
 //            and up rows alternate
 //   down     u8 records [EXPERTS][HIDDEN / 16][WIDTH / 128]     in
+//   chosen_ids int32 [tokens][TOP_K]                out of gate_up, EMPTY before its launch, in of down
 //   router_logits float32 [tokens][EXPERTS]         in
 //   norm     float32 [HIDDEN]                       in
 // Grid: (any, tokens) blocks of BLOCK_THREADS threads; block (b, token) takes
@@ -62,20 +63,22 @@ __device__ __forceinline__ float gated(float sum, float square, float eps, float
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
-gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* router_logits,
+gate_up(float* __restrict__ hidden, u32* chosen_ids, const u8* __restrict__ w, const float* router_logits,
         const float* x, const float* __restrict__ norm, float eps) {
   using Rows = Pass<HIDDEN / SLICE / PARTS, PARTS, 1, true>;
   SHARED_MEMORY(shared);
   __shared__ Choice<TOP_K> chosen;
   int token = blockIdx.y;
-  Chosen picked;
+  int tiles = own_tiles(TOP_K * EXPERT_TILES);
+  if (threadIdx.x < 32) chosen.clear();
   auto choose = [&] {
-    picked = choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
+    Chooser<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS).choose();
+    int k = threadIdx.x & 31;
+    if (blockIdx.x == 0 && k < TOP_K) hand_over(chosen_ids + token * TOP_K + k, chosen.id[k]);
   };
-  auto weigh = [&] { weigh_experts<TOP_K, RENORMALIZE>(chosen, picked); };
   stream_tiles<Rows, false, false>(
-      shared, own_tiles(TOP_K * EXPERT_TILES), x + static_cast<size_t>(token) * HIDDEN, 1, norm,
-      choose, weigh, [] {},
+      shared, tiles, x + static_cast<size_t>(token) * HIDDEN, 1, norm, choose,
+      [&](int j) { chosen.await_id(own_tile(j) / EXPERT_TILES); }, [&] { chosen.await_weights(); }, [] {},
       [&](int j, int part) { return gate_up_chunk<Rows>(w, chosen, own_tile(j), part); },
       [&](int j, int row, int, float sum, float square, bool mine) {
         int at = own_tile(j), slot = at / EXPERT_TILES;
@@ -88,21 +91,23 @@ gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* route
 CPU_KERNEL(gate_up)
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
-down(float* residual, const u8* __restrict__ w, const float* router_logits, const float* hidden) {
+down(float* residual, const u8* __restrict__ w, const u32* chosen_ids, const float* hidden) {
   using Rows = Pass<WIDTH / SLICE / PARTS, TOP_K * PARTS, 1, false>;
   SHARED_MEMORY(shared);
   __shared__ Choice<TOP_K> chosen;
   int token = blockIdx.y;
-  // The router's kernel ended before gate_up let this one begin: its logits may be read early.
-  auto choose = [&] {
-    choose_experts<EXPERTS, TOP_K, true>(chosen, router_logits + token * EXPERTS);  // no weights
+  // All blocks of gate_up run already when it lets this kernel begin.
+  int tiles = own_tiles(ROW_TILES);
+  auto take_ids = [&] {
+    int k = threadIdx.x & 31;
+    if (k < TOP_K) chosen.id[k] = take_over(chosen_ids + token * TOP_K + k);
     if (PAUSE) pause(PAUSE);
   };
   float* rows = residual + static_cast<size_t>(token) * HIDDEN;
   float before = 0.f;
   stream_tiles<Rows, true, true>(
-      shared, own_tiles(ROW_TILES), hidden + static_cast<size_t>(token) * TOP_K * WIDTH, 1, nullptr,
-      choose, [] {}, [&] { before = row_ahead<Rows>(rows, ROW_TILES); },
+      shared, tiles, hidden + static_cast<size_t>(token) * TOP_K * WIDTH, 1, nullptr,
+      take_ids, [](int) {}, [] {}, [&] { before = row_ahead<Rows>(rows, ROW_TILES); },
       [&](int j, int k) { return down_chunk<Rows>(w, chosen, own_tile(j), k); },
       [&](int j, int row, int, float sum, float, bool mine) {
         int at = own_tile(j) * TILE + row;
@@ -129,42 +134,44 @@ experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, c
   u64* barriers = reinterpret_cast<u64*>(shared + STAGES * PLACE);
   Ring ring = {shared, barriers, barriers + STAGES};
   unsigned char* work = reinterpret_cast<unsigned char*>(barriers + 2 * STAGES);
-  if (warp == 0) init_ring(ring);
+  if (warp == 0) init_ring(ring), chosen.clear();
   __syncthreads();  // the ring's barriers are there
   STAMP(1);
   grid_wait();
   STAMP(3);
   int up_tiles = own_tiles(TOP_K * EXPERT_TILES), down_tiles = own_tiles<Down::SIDE_BY_SIDE>(ROW_TILES);
+  int up_chunks = up_tiles * Up::CHUNKS, chunks = up_chunks + down_tiles * Down::CHUNKS;
+  int wanted = min(STAGES, up_chunks);  // at first, by the warps that multiply
+  auto up_chunk = [&](int j, int part) { return gate_up_chunk<Up>(w_gate_up, chosen, own_tile(j), part); };
   if (warp == WARPS) {
-    weigh_experts<TOP_K, RENORMALIZE>(chosen, choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits));
-    __syncwarp();
-    auto up_chunk = [&](int j, int part) { return gate_up_chunk<Up>(w_gate_up, chosen, own_tile(j), part); };
-    auto chunk = [&](int j, int k) {
+    Chooser<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits).choose();
+    auto down_chunk_at = [&](int j, int k) {
       return down_chunk<Down>(w_down, chosen, own_tile<Down::SIDE_BY_SIDE>(j), k);
     };
-    int up_chunks = up_tiles * Up::CHUNKS, chunks = up_chunks + down_tiles * Down::CHUNKS;
-    auto fetch = [&](int c) {
-      if (c < up_chunks)
-        fetch_chunk<Up, PLACE>(ring, c % STAGES, c, up_chunk);
-      else
-        fetch_chunk<Down, PLACE>(ring, c % STAGES, c - up_chunks, chunk);
-    };
-    for (int c = lane; c < min(STAGES, chunks); c += 32) fetch(c);
-    __syncwarp();
     if (lane == 0)
 #pragma unroll 1
-      for (int c = STAGES; c < chunks; c++) {
-        barrier_wait(ring.empty + c % STAGES, (c / STAGES - 1) & 1);
-        fetch(c);
+      for (int c = wanted; c < chunks; c++) {
+        if (c >= STAGES) barrier_wait(ring.empty + c % STAGES, (c / STAGES - 1) & 1);
+        if (c < up_chunks)
+          fetch_chunk<Up, PLACE>(ring, c % STAGES, c, up_chunk);
+        else
+          fetch_chunk<Down, PLACE>(ring, c % STAGES, c - up_chunks, down_chunk_at);
       }
     __syncwarp();
     launch_next();  // the next kernel asks for its weights only now
     return;
   }
   auto nothing = [] {};
+  auto ask = [&] {
+    for (int c = warp; c < wanted; c += WARPS) {
+      chosen.await_id(own_tile(Up::tile_of(c)) / EXPERT_TILES);
+      if (lane == 0) fetch_chunk<Up, PLACE>(ring, c, c, up_chunk);
+    }
+    chosen.await_weights();
+  };
   auto no_chunk = [](int, int) -> const u8* { return nullptr; };  // they come through the ring
   multiply_tiles<Up, PLACE>(
-      work, ring, up_tiles, 1, Plain{residual, Up::ALL}, norm, nothing, no_chunk,
+      work, ring, up_tiles, 1, Plain{residual, Up::ALL}, norm, nothing, ask, no_chunk,
       [&](int j, int row, int, float sum, float square, bool mine) {
         int at = own_tile(j), slot = at / EXPERT_TILES;
         float v = gated(sum, square, eps, chosen.weight[slot]);
@@ -177,7 +184,7 @@ experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, c
   if (threadIdx.x == 0) count_block(counter);
   float before = row_ahead<Down>(residual, ROW_TILES);
   multiply_tiles<Down, PLACE>(
-      work, ring, down_tiles, 1, HandedOver{handed_over, counter}, nullptr, nothing, no_chunk,
+      work, ring, down_tiles, 1, HandedOver{handed_over, counter}, nullptr, nothing, nothing, no_chunk,
       [&](int j, int row, int, float sum, float, bool mine) {
         int at = own_tile<Down::SIDE_BY_SIDE>(j) * TILE + row;
         if (mine) residual[at] = (j < Down::TOGETHER ? before : residual[at]) + sum;

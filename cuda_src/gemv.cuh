@@ -58,6 +58,10 @@ struct Pass {
   static constexpr int SLICE_STEP = 2 * MAX_TOKENS * 16;  // of staged activations
   static constexpr int STAGED = (WINDOW ? WARPS * AT_ONCE : ALL) * SLICE_STEP;
   static constexpr int CHUNK_BYTES = SLICES * RECORD_BYTES;
+  // Of which tile chunk c is, in the order of use: of tiles side by side each in turn.
+  static __device__ __forceinline__ int tile_of(int c) {
+    return c / (SIDE_BY_SIDE * CHUNKS) * SIDE_BY_SIDE + c % SIDE_BY_SIDE;
+  }
   static_assert(TOGETHER % SIDE_BY_SIDE == 0, "a batch is of whole pairs");
   static_assert(!WINDOW || MAX_TOKENS == 1, "a window is of one token's slices");
 };
@@ -105,13 +109,14 @@ struct HandedOver {
 //   work: shared memory for activations, their squares and sums. PLACE_BYTES: from one place of the ring to
 //   the next. tiles: this block's number.
 //   source: load(token, slice) asks for activations, confirmed(v, token, slice) gives what it brought.
-//   begin(): called after the first load, ahead of weights, behind which it would queue.
+//   begin(): called after the first load, ahead of weights, behind which it would queue. ask(): when this
+//   warp's activations are staged.
 //   chunk(j, k): chunk k of its j-th tile.
 //   done(j, row, token, sum, sum_squares, mine): called by whole warps; FINISHERS neighbouring lanes
 //   bring the same output, the first of them with `mine`; rows of a tile follow one another.
-template <class P, int PLACE_BYTES, class Source, class Begin, class ChunkAt, class Done>
+template <class P, int PLACE_BYTES, class Source, class Begin, class Ask, class ChunkAt, class Done>
 __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, int tiles, int tokens,
-                                               Source source, const float* norm, Begin begin,
+                                               Source source, const float* norm, Begin begin, Ask ask,
                                                ChunkAt chunk, Done done) {
   constexpr int SLICES = P::SLICES, CHUNKS = P::CHUNKS, MAX_TOKENS = P::MAX_TOKENS, ALL = P::ALL;
   constexpr int SETS = P::SETS, EACH = P::EACH, AT_ONCE = P::AT_ONCE, SLICE_STEP = P::SLICE_STEP;
@@ -193,6 +198,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
     }
   }
   __syncwarp();  // a warp reads only what it staged itself
+  ask();
   STAMP(2);
 #if !BULK
   __syncthreads();  // every warp asks chunk()
@@ -352,12 +358,11 @@ __device__ __forceinline__ void init_ring(const Ring& ring) {  // by one warp
     barrier_init(ring.full + i, 1), barrier_init(ring.empty + i, WARPS);
   barrier_init_done();
 }
-// Asks for chunk c of a pass in the order of use: of tiles side by side each in turn.
+// Asks for chunk c of a pass.
 template <class P, int PLACE_BYTES, class ChunkAt>
 __device__ __forceinline__ void fetch_chunk(const Ring& ring, int place, int c, ChunkAt chunk) {
-  int first = c / (P::SIDE_BY_SIDE * P::CHUNKS) * P::SIDE_BY_SIDE, rest = c % (P::SIDE_BY_SIDE * P::CHUNKS);
-  bulk_copy(ring.start + place * PLACE_BYTES, chunk(first + rest % P::SIDE_BY_SIDE, rest / P::SIDE_BY_SIDE),
-            P::CHUNK_BYTES, ring.full + place);
+  int part = c % (P::SIDE_BY_SIDE * P::CHUNKS) / P::SIDE_BY_SIDE;
+  bulk_copy(ring.start + place * PLACE_BYTES, chunk(P::tile_of(c), part), P::CHUNK_BYTES, ring.full + place);
 }
 #endif
 
@@ -368,13 +373,14 @@ __device__ __forceinline__ void fetch_chunk(const Ring& ring, int place, int c, 
 //   shared: dynamic shared memory; npmoe/models/stream.py computes its size.
 //   waited(): called by every thread when the kernel before has ended.
 //   ready(): called by the warp that fetches before the first chunk() (choose experts, say).
-//   also(): by the same warp, after the first fetches where others will still see what it writes, in
-//   done().
+//   known(j): unless EARLY, waits until chunk() may be called for tile j.
+//   settled(): unless EARLY, called by each multiplying warp before its first product.
 //   P, tiles, x, norm, chunk, done: as for multiply_tiles.
-template <class P, bool EARLY, bool HASTY, class Ready, class Also, class Waited, class ChunkAt, class Done>
+template <class P, bool EARLY, bool HASTY, class Ready, class Known, class Settled, class Waited,
+          class ChunkAt, class Done>
 __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, const float* x,
-                                             int tokens, const float* norm, Ready ready,
-                                             Also also, Waited waited, ChunkAt chunk, Done done) {
+                                             int tokens, const float* norm, Ready ready, Known known,
+                                             Settled settled, Waited waited, ChunkAt chunk, Done done) {
   static_assert(BULK || !RESIDENT, "only a ring can hold all chunks");
   STAMP(0);
   if (HASTY && !PRODUCERS) launch_next();  // with a producer later: as early as this costs it 2 %
@@ -389,14 +395,26 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
   Ring ring;
 #endif
   constexpr int LEADER = PRODUCERS ? WARPS : 0;  // the warp that fetches
+  int wanted = BULK ? min(STAGES, tiles * P::CHUNKS) : 0;  // chunks at first
   auto begin = [&] {
     ready();
-    if (PRODUCERS) also();  // what the producer writes later, no barrier shows to the others
     __syncwarp();
 #if BULK
-    for (int c = lane; c < min(STAGES, tiles * P::CHUNKS); c += 32) fetch(c);
+    if (EARLY)
+      for (int c = lane; c < wanted; c += 32) fetch(c);
 #endif
-    if (!PRODUCERS) also();
+  };
+  // Where the choice of addresses takes time, other warps wait for it, each to ask for some chunks.
+  auto ask = [&] {
+    if (EARLY) return;
+#if BULK
+    constexpr int CHOOSING = PRODUCERS || WARPS == 1 ? 0 : 1;  // warps that do not ask
+    for (int c = warp - CHOOSING; c >= 0 && c < wanted; c += WARPS - CHOOSING) {
+      known(P::tile_of(c));
+      if (lane == 0) fetch(c);
+    }
+#endif
+    settled();
   };
   if (EARLY && !PRODUCERS && warp == 0) begin();
   if (P::NORM) {
@@ -428,8 +446,8 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
   auto begin_late = [&] {
     if (!EARLY && warp == LEADER) begin();
   };
-  multiply_tiles<P, P::CHUNK_BYTES>(shared, ring, tiles, tokens, Plain{x, P::ALL}, norm, begin_late, chunk,
-                                    done);
+  multiply_tiles<P, P::CHUNK_BYTES>(shared, ring, tiles, tokens, Plain{x, P::ALL}, norm, begin_late, ask,
+                                    chunk, done);
   STAMP(7);
 }
 

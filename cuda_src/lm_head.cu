@@ -23,6 +23,9 @@ lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const f
         const float* __restrict__ norm, int rows, int vocab, int tokens, float eps) {
   SHARED_MEMORY(shared);
   constexpr int SLICES = K / SLICE / PARTS;
+  int tiles = own_tiles(rows / TILE);
+  auto nothing = [] {};
+  auto one_tile = [](int) {};
   auto chunk = [&](int j, int part) {
     return w + (static_cast<size_t>(own_tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
@@ -31,7 +34,7 @@ lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const f
   u64 highest[KINDS] = {};
   int of_token[KINDS] = {};
   stream_tiles<Pass<SLICES, PARTS, TOKENS, true>, true, false>(
-      shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, [] {}, [] {}, chunk,
+      shared, tiles, x, tokens, norm, nothing, one_tile, nothing, [] {}, chunk,
       [&](int j, int r, int token, float sum, float square, bool counts) {
         int row = own_tile(j) * TILE + r;
         if (row >= vocab || !counts) return;

@@ -20,6 +20,9 @@ output(float* residual, const u8* __restrict__ w, const float* __restrict__ bias
        int rows, int tokens) {
   SHARED_MEMORY(shared);
   constexpr int SLICES = K / SLICE / PARTS;
+  int tiles = own_tiles(rows / TILE);
+  auto nothing = [] {};
+  auto one_tile = [](int) {};
   using Rows = Pass<SLICES, PARTS, TOKENS, false>;
   auto chunk = [&](int j, int part) {
     return w + (static_cast<size_t>(own_tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
@@ -29,7 +32,7 @@ output(float* residual, const u8* __restrict__ w, const float* __restrict__ bias
     if (TOKENS == 1) before = row_ahead<Rows>(residual, rows / TILE);
   };
   stream_tiles<Rows, true, true>(
-      shared, own_tiles(rows / TILE), x, tokens, nullptr, [] {}, [] {}, fetch_before,
+      shared, tiles, x, tokens, nullptr, nothing, one_tile, nothing, fetch_before,
       chunk,
       [&](int j, int r, int token, float sum, float, bool mine) {
         int row = own_tile(j) * TILE + r;

@@ -26,19 +26,21 @@ __device__ __forceinline__ void launch_next() {
 #endif
 }
 
-// Floats that blocks of one launch hand to each other: EMPTY until they are written, a NaN that no
-// arithmetic makes. All blocks must run at once, and all words be EMPTY before the launch. Looking again
-// and again takes the bandwidth of L2 from others: a counter, EMPTY too at first, tells when it is
-// worth while.
+// Words that blocks hand to others which run already, of their launch or of the next: EMPTY until they
+// are written, as a float a NaN that no arithmetic makes. Where blocks of one launch wait for each other, all must run at
+// once. Looking at many words again and again takes the bandwidth of L2 from others: a counter, EMPTY too at first,
+// tells when it is worth while.
 constexpr u32 EMPTY = 0xffffffffu;
-__device__ __forceinline__ void hand_over(float* to, float v) {
-  u32 word = __float_as_uint(v);
-  if (word == EMPTY) word = 0x7fffffffu;
+__device__ __forceinline__ void hand_over(u32* to, u32 word) {
 #ifdef CUDA_CPU
   memcpy(to, &word, sizeof word);
 #else
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
 #endif
+}
+__device__ __forceinline__ void hand_over(float* to, float v) {
+  u32 word = __float_as_uint(v);
+  hand_over(reinterpret_cast<u32*>(to), word == EMPTY ? 0x7fffffffu : word);
 }
 __device__ __forceinline__ uint4 look(const float* from) {  // at four of them, which may be EMPTY
   uint4 v;
@@ -60,19 +62,25 @@ __device__ __forceinline__ void let_others_run() {
   cpu::poll();
 #endif
 }
+__device__ __forceinline__ u32 look(const u32* from) {
+  u32 word;
+#ifdef CUDA_CPU
+  word = *from;
+#else
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+#endif
+  return word;
+}
+// What stands there once it is written.
+__device__ __forceinline__ u32 take_over(const u32* from) {
+  u32 word;
+  while ((word = look(from)) == EMPTY) let_others_run();
+  return word;
+}
 // This block has handed over all that it has: a hint, which may be seen before the words are.
 __device__ __forceinline__ void count_block(u32* counter) { atomicAdd(counter, 1u); }
 __device__ __forceinline__ void await_blocks(const u32* counter, u32 count) {
-  u32 counted;
-  do {
-#ifdef CUDA_CPU
-    counted = *counter;
-#else
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(counted) : "l"(counter) : "memory");
-#endif
-    if (counted - EMPTY >= count) return;
-    let_others_run();
-  } while (true);
+  while (look(counter) - EMPTY < count) let_others_run();
 }
 // `seen`, or what stands there once all four are written, soon after `count` blocks were counted.
 __device__ __forceinline__ float4 take_over(uint4 seen, const float* from, const u32* counter, u32 count) {

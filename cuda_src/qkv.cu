@@ -21,11 +21,14 @@ qkv(float* __restrict__ projected, const u8* __restrict__ w, const float* __rest
     const float* x, const float* __restrict__ norm, int rows, int tokens, float eps) {
   SHARED_MEMORY(shared);
   constexpr int SLICES = K / SLICE / PARTS;
+  int tiles = own_tiles(rows / TILE);
+  auto nothing = [] {};
+  auto one_tile = [](int) {};
   auto chunk = [&](int j, int part) {
     return w + (static_cast<size_t>(own_tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
   stream_tiles<Pass<SLICES, PARTS, TOKENS, true>, true, false>(
-      shared, own_tiles(rows / TILE), x, tokens, norm, [] {}, [] {}, [] {}, chunk,
+      shared, tiles, x, tokens, norm, nothing, one_tile, nothing, [] {}, chunk,
       [&](int j, int r, int token, float sum, float square, bool mine) {
         int row = own_tile(j) * TILE + r;
         float y = sum * rsqrtf(square / K + eps);

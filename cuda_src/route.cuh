@@ -3,35 +3,50 @@
 #pragma once
 #include "common.cuh"
 
-// The chosen experts, most probable first, and their combine weights.
+// The chosen experts in shared memory, most probable first, and their combine weights; filled by one warp
+// while others of the block wait for what they need.
 template <int CHOSEN>
 struct Choice {
   int id[CHOSEN];
   float weight[CHOSEN];
+  int complete;
+
+  __device__ __forceinline__ void clear() {  // by one warp, before a barrier of the block
+    int lane = threadIdx.x & 31;
+    if (lane < CHOSEN) id[lane] = -1;
+    if (lane == 0) complete = 0;
+  }
+  __device__ __forceinline__ void await_id(int k) const {
+    while (*static_cast<const volatile int*>(id + k) < 0) let_others_run();
+  }
+  __device__ __forceinline__ void await_weights() const {
+    while (!*static_cast<const volatile int*>(&complete)) let_others_run();
+    __threadfence_block();
+  }
 };
 
-// What the lanes of the warp that has chosen know: lane k the k-th choice's logit (as `ordered` has it);
-// all of them the sum of all experts' exponentials relative to the best, 0 if NORMALIZED.
-struct Chosen {
-  u32 logit;
-  float total;
-};
-
-// Fills the ids of `choice` (shared memory) by one warp, each round the best expert that is left; of
-// equal ones the lower id. logits float32 [COUNT] in global memory. Weights: weigh_experts; the sum
-// that it needs is there if they are not NORMALIZED.
+// Chooses experts by one warp, each round the best that is left; of equal ones the lower id.
+// NORMALIZED: the weights sum to 1, else they are softmax over all experts.
 template <int COUNT, int CHOSEN, bool NORMALIZED>
-__device__ __forceinline__ Chosen choose_experts(Choice<CHOSEN>& choice, const float* logits) {
+struct Chooser {
   static_assert(CHOSEN <= 32 && CHOSEN <= COUNT, "a lane keeps the weight of one chosen expert");
-  constexpr int HELD = (COUNT + 31) / 32;
-  int lane = threadIdx.x & 31;
-  u32 keys[HELD];  // of experts HELD * lane and following
+  static constexpr int HELD = (COUNT + 31) / 32;
+  Choice<CHOSEN>& choice;  // in shared memory
+  const float* logits;     // [COUNT] in global memory
+  int round = 0;           // the next
+  u32 keys[HELD] = {};     // of experts HELD * lane and following
+  u32 logit = 0;           // of lane k the k-th choice's, as `ordered` has it
+  float total = 0.f;       // of all experts' exponentials relative to the best, if not NORMALIZED
+  __device__ __forceinline__ Chooser(Choice<CHOSEN>& choice, const float* logits)
+      : choice(choice), logits(logits) {}
+
+  __device__ __forceinline__ void next() {
+    int lane = threadIdx.x & 31;
+    if (round == 0) {
 #pragma unroll
-  for (int i = 0; i < HELD; i++)
-    keys[i] = lane * HELD + i < COUNT ? ordered(__ldcg(logits + lane * HELD + i)) : 0u;
-  Chosen mine = {0u, 0.f};
-#pragma unroll 1
-  for (int k = 0; k < CHOSEN; k++) {
+      for (int i = 0; i < HELD; i++)
+        keys[i] = lane * HELD + i < COUNT ? ordered(__ldcg(logits + lane * HELD + i)) : 0u;
+    }
     u32 own = keys[0];
     int at = 0;
 #pragma unroll
@@ -39,29 +54,29 @@ __device__ __forceinline__ Chosen choose_experts(Choice<CHOSEN>& choice, const f
       if (keys[i] > own) own = keys[i], at = i;
     u32 best = __reduce_max_sync(ALL_LANES, own);
     bool winner = lane == __ffs(__ballot_sync(ALL_LANES, own == best)) - 1;
-    if (winner) choice.id[k] = lane * HELD + at;
-    if (lane == k) mine.logit = best;
-    if (k == 0 && !NORMALIZED) {
+    if (winner) *static_cast<volatile int*>(choice.id + round) = lane * HELD + at;
+    if (lane == round) logit = best;
+    if (round == 0 && !NORMALIZED) {
 #pragma unroll
       for (int i = 0; i < HELD; i++)
-        if (lane * HELD + i < COUNT) mine.total += expf(unordered(keys[i]) - unordered(best));
-      mine.total = warp_sum(mine.total);
+        if (lane * HELD + i < COUNT) total += expf(unordered(keys[i]) - unordered(best));
+      total = warp_sum(total);
     }
 #pragma unroll
     for (int i = 0; i < HELD; i++)
       if (winner && i == at) keys[i] = 0u;
+    round++;
   }
-  __syncwarp();
-  return mine;
-}
-
-// Fills the combine weights, by the warp that has chosen; other warps see ids and weights after the
-// block's next barrier. NORMALIZED: they sum to 1, else they are softmax over all experts.
-template <int CHOSEN, bool NORMALIZED>
-__device__ __forceinline__ void weigh_experts(Choice<CHOSEN>& choice, const Chosen& mine) {
-  int lane = threadIdx.x & 31;
-  float top = unordered(__shfl_sync(ALL_LANES, mine.logit, 0));
-  float weight = lane < CHOSEN ? expf(unordered(mine.logit) - top) : 0.f;
-  float total = NORMALIZED ? warp_sum(weight) : mine.total;
-  if (lane < CHOSEN) choice.weight[lane] = weight / total;
-}
+  __device__ __forceinline__ void choose() {  // all experts, then their weights
+#pragma unroll 1
+    while (round < CHOSEN) next();
+    int lane = threadIdx.x & 31;
+    float top = unordered(__shfl_sync(ALL_LANES, logit, 0));
+    float weight = lane < CHOSEN ? expf(unordered(logit) - top) : 0.f;
+    float sum = NORMALIZED ? warp_sum(weight) : total;
+    if (lane < CHOSEN) choice.weight[lane] = weight / sum;
+    __threadfence_block();
+    __syncwarp();
+    if (lane == 0) *static_cast<volatile int*>(&choice.complete) = 1;
+  }
+};

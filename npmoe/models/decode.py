@@ -14,7 +14,7 @@ import numpy as np
 from npmoe.dtypes import Array
 from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, RECORDS, ROWS
-from npmoe.formats.quant_tensor import QuantTensor
+from npmoe.formats.quant_tensor import CODES_PER_BYTE, QuantTensor
 from npmoe.models.specs import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec
 from npmoe.models.stream import AttentionSplit, ExpertStream, Stream
 from npmoe.ops.experts import PLAIN
@@ -83,7 +83,7 @@ class DecodeStep:
         self.attended = xp.zeros((seqs, a.num_heads * a.head_dim), xp.float32)
         self.router_logits = xp.zeros((seqs, experts), xp.float32)
         self.hidden = xp.zeros((seqs, top_k, width), xp.float32)
-        self.handed_over = xp.zeros(top_k * width + 1, xp.float32)
+        self.handed_over = xp.zeros(max(seqs * top_k, top_k * width + 1), xp.uint32)
         self.logits = xp.zeros((seqs, spec.vocab_size), xp.float32)
         self.best = xp.zeros(seqs, xp.uint64)
         self.tokens, self.steps = xp.zeros(seqs, xp.int32), xp.zeros(seqs, xp.uint32)
@@ -210,7 +210,7 @@ class DecodeStep:
             (experts,),
             32 * warps,
             self.router_logits,
-            None if together is None else self.handed_over,
+            self.handed_over,
             w["router"],
             self.x,
             w["post_attention_layernorm"],
@@ -264,8 +264,20 @@ class DecodeStep:
         wanted = self.tuning.one_kernel and self.bulk and self.num_seqs == 1
         if not wanted or gate_up.format != down.format:
             return None
+        streams = self._gate_up_stream(w, mlp), self._down_stream(w, mlp)
+        if all(stream.resident for stream in streams):
+            return None  # down asks for its weights beside gate_up
         sizes = self.spec.hidden_size, down.shape[-1], mlp.router.top_k
         return ExpertStream.fit(gate_up.format, *sizes, self.blocks, self.shared_bytes)
+
+    def _gate_up_stream(self, w: dict[str, Any], mlp: ExpertSpec) -> Stream:
+        form, top_k = w["gate_up_proj"].format, mlp.router.top_k
+        tiles = top_k * 2 * w["down_proj"].shape[-1] // ROWS
+        return self._stream(form, self.spec.hidden_size // COLUMNS, 1, 1, tiles)
+
+    def _down_stream(self, w: dict[str, Any], mlp: ExpertSpec) -> Stream:
+        down, tiles = w["down_proj"], self.spec.hidden_size // ROWS
+        return self._stream(down.format, down.shape[-1] // COLUMNS, mlp.router.top_k, 1, tiles)
 
     def _expert_macros(self, w: dict[str, Any], mlp: ExpertSpec) -> dict[str, int]:
         return {
@@ -295,16 +307,15 @@ class DecodeStep:
 
     def _experts(self, w: dict[str, Any], mlp: ExpertSpec) -> None:
         gate_up, down = w["gate_up_proj"], w["down_proj"]
-        hidden, width, top_k = self.spec.hidden_size, down.shape[-1], mlp.router.top_k
         macros = self._expert_macros(w, mlp)
-        tiles = top_k * 2 * width // ROWS
-        stream = self._stream(gate_up.format, hidden // COLUMNS, 1, 1, tiles)
+        stream = self._gate_up_stream(w, mlp)
         form = {"W_FORMAT": W_CODES[gate_up.format]}
         launch(
             kernel("experts", "gate_up", **macros, **form, **stream.macros()),
             (self.blocks, self.num_seqs),
             stream.threads,
             self.hidden,
+            self.handed_over,
             gate_up.codes,
             self.router_logits,
             self.x,
@@ -312,7 +323,7 @@ class DecodeStep:
             self.spec.eps,
             shared=stream.shared,
         )
-        stream = self._stream(down.format, width // COLUMNS, top_k, 1, hidden // ROWS)
+        stream = self._down_stream(w, mlp)
         # Resident, it could ask for its weights while gate_up still waits for its own.
         form = {"W_FORMAT": W_CODES[down.format], "PAUSE": PAUSE if stream.resident else 0}
         launch(
@@ -321,7 +332,7 @@ class DecodeStep:
             stream.threads,
             self.x,
             down.codes,
-            self.router_logits,
+            self.handed_over,
             self.hidden,
             shared=stream.shared,
         )
@@ -329,12 +340,14 @@ class DecodeStep:
     def _gemv(
         self, stem: str, w: QuantTensor, before: ExpertStream | None = None
     ) -> tuple[Any, int, int]:
-        """The kernel for a dense weight, its threads a block and its dynamic shared memory. before: a
-        kernel beside which it shall fit on a multiprocessor."""
-        stream = self._stream(
-            *(w.format, w.shape[1] // COLUMNS, 1, self.num_seqs, w.codes.shape[0]),
-            beside=0 if before is None else before.shared,
-        )
+        """The kernel for a dense weight, its threads a block and its dynamic shared memory.
+
+        before: a kernel beside which it shall fit on a multiprocessor; with 4-bit codes there are
+        no registers for both.
+        """
+        beside = 0 if before is None or w.format in CODES_PER_BYTE else before.shared
+        work = w.format, w.shape[1] // COLUMNS, 1, self.num_seqs, w.codes.shape[0]
+        stream = self._stream(*work, beside=beside)
         macros = {"K": w.shape[1], "TOKENS": self.num_seqs, "W_FORMAT": W_CODES[w.format]}
         shared = stream.shared
         if stem == "output":  # attention leaves multiprocessors unevenly: one block on each

@@ -7,7 +7,7 @@ from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
 from npmoe.formats.quant_tensor import CODES_PER_BYTE
 
 CHUNK_BYTES, NARROW_CHUNK_BYTES = 40_000, 26_000
-RING_BYTES, EXPERT_RING_BYTES = 114_000, 140_000
+RING_BYTES, NARROW_EXPERT_RING_BYTES = 114_000, 140_000
 EXPERT_WARPS = 16
 NARROW_WARPS = 16, 8, 4, 2, 1
 SLICE_BYTES, WINDOW_FROM = 512, 6
@@ -262,9 +262,10 @@ class ExpertStream:
         blocks: int,
         shared_bytes: int,
     ) -> "ExpertStream | None":
-        """For experts of `width` (padded) on activations of `hidden` columns; None where those and a
-        ring do not fit the shared memory that a block of this GPU can have."""
-        warps = EXPERT_WARPS if form in CODES_PER_BYTE else 8
+        """For experts of `width` (padded) on activations of `hidden` columns; None where those
+        and a ring do not fit the shared memory that a block of this GPU can have."""
+        narrow = form in CODES_PER_BYTE
+        warps = EXPERT_WARPS if narrow else 8
         tiles, gpu = top_k * 2 * width // ROWS, (blocks, True, shared_bytes)
         up = _Work.of(form, hidden // COLUMNS, 1, 1, tiles, *gpu)
         down = _Work.of(form, width // COLUMNS, top_k, 1, hidden // ROWS, *gpu)
@@ -272,10 +273,11 @@ class ExpertStream:
         place = max(p.chunk_bytes for p in passes) + 16  # two barriers with every chunk
         work = max(p.shared for p in passes)
         total = up.own * passes[0].chunks + down.own * passes[1].chunks
-        stages = min(
-            total, (shared_bytes - STATIC_BYTES - work) // place, EXPERT_RING_BYTES // place
-        )
-        if stages < min(total, 4 if passes[0].paired or passes[1].paired else 3):
+        ring = NARROW_EXPERT_RING_BYTES if narrow else RING_BYTES
+        least = 4 if any(p.paired for p in passes) else 3  # so that copies go on meanwhile
+        stages = max(ring // place, least)
+        stages = min(total, (shared_bytes - STATIC_BYTES - work) // place, stages)
+        if stages < min(total, least):
             return None
         shared = max(work + stages * place, shared_bytes // 2)  # one block a multiprocessor
         return cls(*passes, warps, stages, shared)

@@ -4,8 +4,7 @@
 
 extern "C" __global__ void choose(int* ids, float* weights, const float* logits) {
   __shared__ Choice<TOP_K> choice;
-  Chosen mine = choose_experts<EXPERTS, TOP_K, RENORMALIZE>(choice, logits + blockIdx.x * EXPERTS);
-  weigh_experts<TOP_K, RENORMALIZE>(choice, mine);
+  Chooser<EXPERTS, TOP_K, RENORMALIZE>(choice, logits + blockIdx.x * EXPERTS).choose();
   __syncthreads();
   int k = static_cast<int>(threadIdx.x) - 32;  // the second warp reads what the first has chosen
   if (k < 0 || k >= TOP_K) return;

@@ -122,13 +122,13 @@ def test_an_early_start_changes_no_bit(prompts: bool, bulk: bool) -> None:
 
 
 def test_a_read_that_comes_too_early_is_noticed() -> None:
-    """`down` reads router logits before it waits: wrong, if the router still wrote them."""
+    """Attention reads older keys before it waits: wrong, if they were still being written."""
     with decode_on_cpu(build, launch, True, multiprocessors=3):
         step = make_step()
     order = InOrder()
     run(step, order.launch, True)
     expected = order.contents()
     order.reset()
-    logits = {step.router_logits.ctypes.data}
-    run(step, Early(order, lambda i: logits).launch, True)
+    keys = {step.cache[0][0].codes.ctypes.data}
+    run(step, Early(order, lambda i: keys).launch, True)
     assert order.contents() != expected

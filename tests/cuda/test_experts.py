@@ -29,7 +29,7 @@ from tests.cuda.support import (
 )
 from tests.helpers import relative_error
 
-EPS = 1e-6
+EPS, EMPTY = 1e-6, 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -103,18 +103,20 @@ def test_gate_up(case: Case) -> None:
     gate_up = expert_kernel("gate_up", case)
     records = codes(interleaved(w))
 
-    def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
+    def run(memory: Memory, seed: int) -> tuple[np.ndarray, ...]:
         hidden = memory.output(case.tokens, case.top_k, case.width)
+        chosen = memory.writable(np.full((case.tokens, case.top_k), EMPTY, np.uint32))
         gate_up(
-            *((case.blocks, case.tokens), hidden),
+            *((case.blocks, case.tokens), hidden, chosen),
             *(memory.read_only(a) for a in (records, logits, x, norm)),
             EPS,
             seed=seed,
         )
-        return (hidden,)
+        return hidden, chosen
 
-    (hidden,) = run_all_orders(run)
+    hidden, chosen = run_all_orders(run)
     weights, ids = top_k_ref(logits, case.top_k, case.renormalize)
+    assert (chosen == ids).all()
     normed, dense = rms_norm_ref(x, norm, EPS), w.dequantize()
     for t in range(case.tokens):
         gated = swiglu_ref(normed[t] @ dense[ids[t]].transpose(0, 2, 1))
@@ -127,19 +129,19 @@ def test_down(case: Case) -> None:
     hidden = activations(rng, case.tokens, case.top_k, case.width)
     before = rng.standard_normal((case.tokens, case.hidden)).astype(np.float32)
     down = expert_kernel("down", case)
+    _, ids = top_k_ref(logits, case.top_k, case.renormalize)
     records = codes(w)
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
         residual = memory.writable(before)
         down(
             *((case.blocks, case.tokens), residual),
-            *(memory.read_only(a) for a in (records, logits, hidden)),
+            *(memory.read_only(a) for a in (records, ids.astype(np.uint32), hidden)),
             seed=seed,
         )
         return (residual,)
 
     (residual,) = run_all_orders(run)
-    _, ids = top_k_ref(logits, case.top_k, case.renormalize)
     dense = w.dequantize()
     expected = [
         sum(hidden[t, k] @ dense[ids[t, k]].T for k in range(case.top_k))
@@ -172,7 +174,7 @@ def test_both_in_one_kernel(case: tuple[Any, ...]) -> None:
     x, norm = activations(rng, 1, hidden), rng.uniform(0.5, 1.5, hidden).astype(np.float32)
     chunk_bytes = 4 * RECORD_BYTES[fmt]
     changed = {"CHUNK_BYTES": chunk_bytes, "NARROW_CHUNK_BYTES": chunk_bytes}
-    changed["EXPERT_RING_BYTES"] = ring * (chunk_bytes + 16)
+    changed |= dict.fromkeys(("RING_BYTES", "NARROW_EXPERT_RING_BYTES"), ring * (chunk_bytes + 16))
     with patch.multiple(stream, **changed):
         fitted = ExpertStream.fit(fmt, hidden, width, top_k, blocks, SHARED_BYTES)
     assert fitted is not None
@@ -183,7 +185,7 @@ def test_both_in_one_kernel(case: tuple[Any, ...]) -> None:
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
         residual = memory.writable(x)
-        empty = memory.writable(np.full(top_k * width + 1, 0xFFFFFFFF, np.uint32).view(np.float32))
+        empty = memory.writable(np.full(top_k * width + 1, EMPTY, np.uint32).view(np.float32))
         launch(
             *(function, (blocks,), fitted.threads, residual, empty),
             *(memory.read_only(a) for a in (*records, logits, norm)),
