@@ -54,6 +54,8 @@ constexpr int V_SCALES_AT = K_SCALES_AT + K_SCALED * CHUNK * SCALE_ROW;
 constexpr int STAGE_BYTES = V_SCALES_AT + V_SCALED * CHUNK * SCALE_ROW;
 constexpr int Q_STRIDE = D + (K_SCALED ? 1 : 8);  // floats between heads: on different banks
 constexpr int RESULT_STRIDE = D + 1;  // floats between the heads of a warp's result, in its ring
+// Where a head's result is: lanes that write together, of heads 2 t, are on different banks.
+__device__ __forceinline__ int result_row(int head) { return head % 2 * 4 + head / 2; }
 static_assert(STAGES * STAGE_BYTES >= 8 * RESULT_STRIDE * 4, "a warp's result needs more stages");
 constexpr float K_UNDO = K_SCALED ? 16384.f : 1.f, V_UNDO = V_SCALED ? 16384.f : 1.f;  // 2^14 of the codes
 constexpr float LIFT = V_SCALED ? 3.f : 0.f;  // weights are up to 2^LIFT: their products with scales are fp16
@@ -474,7 +476,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   for (int i = 0; i < D / 16; i++)
 #pragma unroll
     for (int k = 0; k < 4; k++)
-      result[(2 * t + k % 2) * RESULT_STRIDE + mixed_element(i, g + k / 2 * 8)] = mixed[i][k] * V_UNDO;
+      result[result_row(2 * t + k % 2) * RESULT_STRIDE + mixed_element(i, g + k / 2 * 8)] = mixed[i][k] * V_UNDO;
   __syncthreads();
   int busy = min((end - begin + CHUNK - 1) / CHUNK, WARPS);
 #pragma unroll 1
@@ -490,7 +492,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
         const float* from = reinterpret_cast<const float*>(shared + w * STAGES * STAGE_BYTES);
         all += factor * warp_total[w][h];
 #pragma unroll
-        for (int i = 0; i < D / 32; i++) sum[i] += factor * from[h * RESULT_STRIDE + i * 32 + lane];
+        for (int i = 0; i < D / 32; i++) sum[i] += factor * from[result_row(h) * RESULT_STRIDE + i * 32 + lane];
       }
 #pragma unroll
     for (int i = 0; i < D / 32; i++) sums[h][i * 32 + lane] = sum[i];
@@ -541,19 +543,19 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     STAMP(7);
     return;
   }
-  __threadfence();
   __syncthreads();
   if (tid == 0) {
     u32* counter = arrived + (seq * KV_HEADS + kv) * CLUSTER + rank;
+    __threadfence();
     last = atomicAdd(counter, 1u) == static_cast<u32>(clusters - 1);
     if (last) *counter = 0;
+    __threadfence();
   }
   __syncthreads();
   if (!last) {
     STAMP(7);
     return;
   }
-  __threadfence();
   // HELPERS neighbouring threads bring four outputs together, each from every HELPERS-th cluster.
   constexpr int QUADS = SHARE / 4, AT_ONCE = 8;  // clusters whose loads are in flight together
   constexpr int HELPERS = QUADS * 8 <= THREADS ? 8 : QUADS * 4 <= THREADS ? 4 : QUADS * 2 <= THREADS ? 2 : 1;

@@ -18,8 +18,7 @@
 // of its token the tiles that own_tile in gemv.cuh says. Of experts all blocks must run at once: at most
 // one a multiprocessor, and no kernel before waits for it.
 // Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K (1..32, at most EXPERTS),
-// RENORMALIZE (0 or 1), PAUSE (nanoseconds by which down lets gate_up have its weights first; 0), those of
-// gemv.cuh; of experts they are gate_up's, and DOWN_PARTS, DOWN_BATCH, DOWN_PAIRED, DOWN_ROLLING and
+// RENORMALIZE (0 or 1), those of gemv.cuh; of experts they are gate_up's, and DOWN_PARTS, DOWN_BATCH, DOWN_PAIRED, DOWN_ROLLING and
 // DOWN_BUFFERS down's.
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sums, the combine
@@ -32,9 +31,6 @@
 #endif
 #if TOP_K < 1 || TOP_K > 32 || TOP_K > EXPERTS
 #error "experts needs TOP_K 1 to 32 and at most EXPERTS"
-#endif
-#ifndef PAUSE
-#define PAUSE 0
 #endif
 #ifndef RENORMALIZE
 #error "define RENORMALIZE as 0 or 1"
@@ -96,12 +92,11 @@ down(float* residual, const u8* __restrict__ w, const u32* chosen_ids, const flo
   SHARED_MEMORY(shared);
   __shared__ Choice<TOP_K> chosen;
   int token = blockIdx.y;
-  // All blocks of gate_up run already when it lets this kernel begin.
   int tiles = own_tiles(ROW_TILES);
+  // All blocks of gate_up run already when it lets this kernel begin.
   auto take_ids = [&] {
     int k = threadIdx.x & 31;
     if (k < TOP_K) chosen.id[k] = take_over(chosen_ids + token * TOP_K + k);
-    if (PAUSE) pause(PAUSE);
   };
   float* rows = residual + static_cast<size_t>(token) * HIDDEN;
   float before = 0.f;

@@ -372,8 +372,8 @@ __device__ __forceinline__ void fetch_chunk(const Ring& ring, int place, int c, 
 //   weights before its own grid_wait.
 //   shared: dynamic shared memory; npmoe/models/stream.py computes its size.
 //   waited(): called by every thread when the kernel before has ended.
-//   ready(): called by the warp that fetches before the first chunk() (choose experts, say).
-//   known(j): unless EARLY, waits until chunk() may be called for tile j.
+//   ready(): called by one warp (choose experts, say); if EARLY before the first chunk().
+//   known(j): waits until chunk() may be called for tile j.
 //   settled(): unless EARLY, called by each multiplying warp before its first product.
 //   P, tiles, x, norm, chunk, done: as for multiply_tiles.
 template <class P, bool EARLY, bool HASTY, class Ready, class Known, class Settled, class Waited,
@@ -394,36 +394,35 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
 #else
   Ring ring;
 #endif
-  constexpr int LEADER = PRODUCERS ? WARPS : 0;  // the warp that fetches
+  constexpr int LEADER = PRODUCERS ? WARPS : 0;  // the warp that keeps the ring full, or the first
   int wanted = BULK ? min(STAGES, tiles * P::CHUNKS) : 0;  // chunks at first
   auto begin = [&] {
     ready();
     __syncwarp();
-#if BULK
-    if (EARLY)
-      for (int c = lane; c < wanted; c += 32) fetch(c);
-#endif
   };
-  // Where the choice of addresses takes time, other warps wait for it, each to ask for some chunks.
+  // Asking takes its time: every warp asks for some chunks, but one that is busy with ready().
   auto ask = [&] {
-    if (EARLY) return;
 #if BULK
-    constexpr int CHOOSING = PRODUCERS || WARPS == 1 ? 0 : 1;  // warps that do not ask
-    for (int c = warp - CHOOSING; c >= 0 && c < wanted; c += WARPS - CHOOSING) {
+    constexpr int BUSY = EARLY || PRODUCERS || WARPS == 1 ? 0 : 1;
+    for (int c = warp - BUSY; c >= 0 && c < wanted; c += WARPS - BUSY) {
       known(P::tile_of(c));
       if (lane == 0) fetch(c);
     }
 #endif
+  };
+  auto ask_late = [&] {
+    if (EARLY) return;
+    ask();
     settled();
   };
-  if (EARLY && !PRODUCERS && warp == 0) begin();
   if (P::NORM) {
 #pragma unroll
     for (int s = 0; s < P::EACH; s++)
       if (EARLY && warp + s * WARPS < P::ALL) prefetch(norm + (warp + s * WARPS) * SLICE + lane * 4);
   }
+  if (EARLY && warp == LEADER) begin();
   __syncthreads();  // the ring's barriers are there
-  if (EARLY && PRODUCERS && warp == LEADER) begin();
+  if (EARLY && warp < WARPS) ask();
   STAMP(1);
   if (HASTY && PRODUCERS) launch_next();
   grid_wait();
@@ -446,7 +445,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
   auto begin_late = [&] {
     if (!EARLY && warp == LEADER) begin();
   };
-  multiply_tiles<P, P::CHUNK_BYTES>(shared, ring, tiles, tokens, Plain{x, P::ALL}, norm, begin_late, ask,
+  multiply_tiles<P, P::CHUNK_BYTES>(shared, ring, tiles, tokens, Plain{x, P::ALL}, norm, begin_late, ask_late,
                                     chunk, done);
   STAMP(7);
 }

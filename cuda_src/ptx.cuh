@@ -121,16 +121,6 @@ __device__ __forceinline__ void stamp(int i) {
 #define BULK 0
 #endif
 
-// Waits about so many nanoseconds, by a clock that may step by 1000.
-__device__ __forceinline__ void pause(u32 nanoseconds) {
-#ifndef CUDA_CPU
-  u64 start, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start)::"memory");
-  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-  while (now - start < nanoseconds);
-#endif
-}
-
 #ifndef CUDA_CPU
 #define SHARED_MEMORY(name) extern __shared__ __align__(128) unsigned char name[]
 // 16 bytes that are read once: no room in L1.

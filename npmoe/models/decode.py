@@ -324,8 +324,7 @@ class DecodeStep:
             shared=stream.shared,
         )
         stream = self._down_stream(w, mlp)
-        # Resident, it could ask for its weights while gate_up still waits for its own.
-        form = {"W_FORMAT": W_CODES[down.format], "PAUSE": PAUSE if stream.resident else 0}
+        form = {"W_FORMAT": W_CODES[down.format]}
         launch(
             kernel("experts", "down", **macros, **form, **stream.macros()),
             (self.blocks, self.num_seqs),
@@ -363,10 +362,10 @@ class DecodeStep:
 
 
 CLUSTER, LONG_CLUSTER, MAX_CLUSTERS, LONG_CONTEXT = 8, 2, 64, 8192
-PAUSE, WIDE, BLOCK_BYTES = 1000, 4096, 1024
+WIDE, BLOCK_BYTES = 4096, 1024
 """Blocks of an attention cluster, the same from LONG_CONTEXT tokens on, most clusters a head, that
-number of tokens; nanoseconds by which `down` lets `gate_up` have its weights first; hidden size
-from which the router takes more warps."""
+number of tokens; hidden size from which the router takes more warps; shared memory that CUDA keeps
+of each block."""
 MAX_TOP_K = 32
 _LAYER_WEIGHTS = (
     *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),
