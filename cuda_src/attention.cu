@@ -354,9 +354,15 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   // This warp's chunks begin at `first`, `first` + STRIDE, ...
   constexpr int STRIDE = WARPS * CHUNK;
   int first = begin + warp * CHUNK;
+  // Where the table names the page of a chunk; its address is counted up where that is possible.
+  constexpr bool COUNTED = PAGE % CHUNK == 0 && STRIDE % PAGE == 0;
+  const int* entry = pages.table + first / PAGE;
   auto page_of = [&](int chunk) {
     int token = PAGE % CHUNK ? chunk + lane % CHUNK : chunk;  // a chunk begins at a multiple of CHUNK
-    return token < older ? __ldg(pages.table + token / PAGE) : 0;
+    if (!COUNTED) entry = pages.table + token / PAGE;
+    int found = token < older ? __ldg(entry) : 0;
+    entry += STRIDE / PAGE;
+    return found;
   };
   int page = page_of(first);
 #pragma unroll
@@ -507,17 +513,19 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     int at = rank * SHARE + min(tid + i * THREADS, SHARE - 1), h = at / D;
-    float tops[CLUSTER];
-    peak[i] = -INFINITE, sum[i] = 0.f, share[i] = 0.f;
+    float tops[CLUSTER], parts[CLUSTER], totals[CLUSTER];  // all on their way together
 #pragma unroll
-    for (int r = 0; r < CLUSTER; r++) tops[r] = peer_float(top + h, r);
+    for (int r = 0; r < CLUSTER; r++) {
+      tops[r] = peer_float(top + h, r), totals[r] = peer_float(total + h, r);
+      parts[r] = peer_float(&sums[0][0] + at, r);
+    }
+    peak[i] = -INFINITE, sum[i] = 0.f, share[i] = 0.f;
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) peak[i] = fmaxf(peak[i], tops[r]);
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) {
       float factor = power_of_two(tops[r] - peak[i]);
-      sum[i] += factor * peer_float(&sums[0][0] + at, r);
-      share[i] += factor * peer_float(total + h, r);
+      sum[i] += factor * parts[r], share[i] += factor * totals[r];
     }
   }
   cluster_arrive();  // nobody leaves while others read its memory
