@@ -152,18 +152,27 @@ def measure(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """One program, from its start to its first token."""
     size = Checkpoint(folder).nbytes
     command = [sys.executable, "-c", FIRST_TOKEN, str(folder), json.dumps(options)]
-    started = time.time()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    print(done.stderr, end="", file=sys.stderr, flush=True)
-    done.check_returncode()
-    at, weights = json.loads(done.stdout), LOADED.search(done.stderr)
+    weights_s, started = None, time.time()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        for line in program.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+            found = LOADED.search(line)
+            weights_s = float(found[1]) if found else weights_s
+        output = program.stdout.read()
+    if program.returncode:
+        raise SystemExit(f"the program that loads ended with {program.returncode}")
+    at = json.loads(output)
     load_s = at["loaded"] - at["device"]
     return {
         "device": at["on"],
         "gigabytes": round(size / 1e9, 2),
         "import_s": round(at["imported"] - started, 2),
         "device_s": round(at["device"] - at["imported"], 2),
-        "weights_s": float(weights[1]) if weights else None,
+        "weights_s": weights_s,
         "load_s": round(load_s, 2),
         "gbps": round(size / 1e9 / load_s, 2),
         "first_token_s": round(at["token"] - started, 2),

@@ -82,3 +82,23 @@ def test_the_files_are_in_memory_where_they_fit(
         assert (folder.parent == tmp_path) == in_memory
     finally:
         folder.rmdir()
+
+
+def test_seconds_of_the_loader_and_a_program_that_fails(
+    script: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    raw, _ = script["shape_config"]("tiny", 0, "fp4")
+    script["write_checkpoint"](tmp_path, raw, "fp4")
+    names = script["measure"].__globals__
+    names["FIRST_TOKEN"] = (
+        "import json, sys\n"
+        "print('npmoe: 17.00 GB of weights in 1.5 s, 11.3 GB/s', file=sys.stderr)\n"
+        "print('npmoe: context 32 tokens', file=sys.stderr)\n"
+        "print(json.dumps({'imported': 1, 'device': 2, 'loaded': 4, 'token': 5, 'on': 'cuda'}))"
+    )
+    record = script["measure"](tmp_path, {})
+    assert (record["weights_s"], record["device_s"], record["load_s"]) == (1.5, 1, 2)
+    assert "of weights in 1.5 s" in capfd.readouterr().err
+    names["FIRST_TOKEN"] = "raise SystemExit(3)"
+    with pytest.raises(SystemExit, match="ended with 3"):
+        script["measure"](tmp_path, {})
