@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,15 @@ COPIED_FILES = (
 
 StoredArrays = dict[str, tuple[str, tuple[int, ...]]]
 """Tensor name -> (dtype word, shape)."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: its name, the parameters it holds, and their arrays in the order of the file."""
+
+    name: str
+    parameters: list[Parameter]
+    arrays: StoredArrays
 
 
 def convert_checkpoint(
@@ -71,7 +81,7 @@ def convert_checkpoint(
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     try:
         partial.mkdir()
-        write_shards(parameters, formats, values, partial, shard_bytes, quiet)
+        _write_shards(plan_shards(parameters, formats, shard_bytes), values, partial, quiet)
         write_json(partial / "config.json", _new_config(opened, formats, ignored))
         for name in COPIED_FILES:
             if (opened.checkpoint.folder / name).is_file():
@@ -117,36 +127,50 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def write_shards(
-    parameters: list[Parameter],
-    formats: dict[str, str],
-    values: Callable[[Parameter], Iterable[np.ndarray]],
-    folder: Path,
-    shard_bytes: int = SHARD_BYTES,
-    quiet: bool = False,
-) -> None:
-    """Writes the parameters in their parts' formats to one or more files, with an index for more.
+def plan_shards(
+    parameters: list[Parameter], formats: dict[str, str], shard_bytes: int = SHARD_BYTES
+) -> list[Shard]:
+    """The files for these parameters in their parts' formats.
 
-    values: the arrays of a parameter, as `stored_arrays` says them; asked for one at a time.
+    A shard ends before the parameter that would take it past `shard_bytes`. Raises ValueError,
+    naming the parameter, where a format cannot hold it.
     """
-    shards: list[StoredArrays] = []
-    counts: list[int] = []
+    groups: list[tuple[list[Parameter], StoredArrays]] = []
+    size = 0
     for parameter in parameters:
         arrays = _planned_arrays(parameter, formats)
-        if not shards or _num_bytes({**shards[-1], **arrays}) > shard_bytes:
-            shards.append({})
-            counts.append(0)
-        shards[-1].update(arrays)
-        counts[-1] += 1
-    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    names = names if len(names) > 1 else ["model.safetensors"]
-    waiting = progress(parameters, "writing weights", quiet)
-    for name, arrays, count in zip(names, shards, counts, strict=True):
-        _write_shard(folder / name, arrays, (a for p in islice(waiting, count) for a in values(p)))
+        size += _num_bytes(arrays)
+        if not groups or size > shard_bytes:
+            groups.append(([], {}))
+            size = _num_bytes(arrays)
+        groups[-1][0].append(parameter)
+        groups[-1][1].update(arrays)
+    count = len(groups)
+    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    names = names if count > 1 else ["model.safetensors"]
+    return [Shard(name, *group) for name, group in zip(names, groups, strict=True)]
+
+
+def _write_shards(
+    shards: list[Shard],
+    values: Callable[[Parameter], Iterable[np.ndarray]],
+    folder: Path,
+    quiet: bool,
+) -> None:
+    """Writes all files, one parameter after the other; values: the arrays of a parameter."""
+    waiting = progress([p for s in shards for p in s.parameters], "writing weights", quiet)
+    for shard in shards:
+        parameters = islice(waiting, len(shard.parameters))
+        write_shard(folder, shard, (a for p in parameters for a in values(p)))
     list(waiting)  # completes the bar
+    write_index(folder, shards)
+
+
+def write_index(folder: Path, shards: list[Shard]) -> None:
+    """Which file holds which tensor; nothing where there is one file."""
     if len(shards) > 1:
-        placed = {t: n for n, arrays in zip(names, shards, strict=True) for t in arrays}
-        total = sum(map(_num_bytes, shards))
+        placed = {name: shard.name for shard in shards for name in shard.arrays}
+        total = sum(_num_bytes(shard.arrays) for shard in shards)
         write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": placed})
 
 
@@ -176,17 +200,18 @@ def _converted_arrays(
         yield from convert_parameter(parameter, w, formats).arrays().values()
 
 
-def _write_shard(path: Path, arrays: StoredArrays, values: Iterator[np.ndarray]) -> None:
+def write_shard(folder: Path, shard: Shard, values: Iterable[np.ndarray]) -> None:
+    """Writes one file; values: its arrays in order, asked for one at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "np"}}
     stop = 0
-    for name, (word, shape) in arrays.items():
+    for name, (word, shape) in shard.arrays.items():
         start, stop = stop, stop + _num_bytes({name: (word, shape)})
         header[name] = {"dtype": word, "shape": shape, "data_offsets": (start, stop)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with (folder / shard.name).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for (name, (word, shape)), a in zip(arrays.items(), values, strict=True):
+        for (name, (word, shape)), a in zip(shard.arrays.items(), values, strict=True):
             itemsize = SAFETENSORS_DTYPES[word].itemsize
             assert (a.shape, a.dtype.itemsize) == (shape, itemsize), name
             np.ascontiguousarray(a).tofile(file)
