@@ -109,14 +109,14 @@ struct HandedOver {
 //   work: shared memory for activations, their squares and sums. PLACE_BYTES: from one place of the ring to
 //   the next. tiles: this block's number.
 //   source: load(token, slice) asks for activations, confirmed(v, token, slice) gives what it brought.
-//   begin(): called after the first load, ahead of weights, behind which it would queue. ask(): when this
-//   warp's activations are staged.
+//   watch(n, v): shown the activations, times norm, of this warp's n-th slice. ask(squares): called when they
+//   are staged; squares [WARPS][MAX_TOKENS]: of each warp's activations, before norm.
 //   chunk(j, k): chunk k of its j-th tile.
 //   done(j, row, token, sum, sum_squares, mine): called by whole warps; FINISHERS neighbouring lanes
 //   bring the same output, the first of them with `mine`; rows of a tile follow one another.
-template <class P, int PLACE_BYTES, class Source, class Begin, class Ask, class ChunkAt, class Done>
+template <class P, int PLACE_BYTES, class Source, class Watch, class Ask, class ChunkAt, class Done>
 __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, int tiles, int tokens,
-                                               Source source, const float* norm, Begin begin, Ask ask,
+                                               Source source, const float* norm, Watch watch, Ask ask,
                                                ChunkAt chunk, Done done) {
   constexpr int SLICES = P::SLICES, CHUNKS = P::CHUNKS, MAX_TOKENS = P::MAX_TOKENS, ALL = P::ALL;
   constexpr int SETS = P::SETS, EACH = P::EACH, AT_ONCE = P::AT_ONCE, SLICE_STEP = P::SLICE_STEP;
@@ -148,8 +148,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
       }
     }
   };
-  load(0, 0);
-  begin();
+  load(0, 0);  // ahead of weights, behind which it would queue
   int column = lane >> 2, t = lane & 3;  // of B; results are those of token t
   int part = lane / 2 % 4, group = lane / 8 ^ part >> 1;
   u64* heads = reinterpret_cast<u64*>(staged + part * 4 + group) + lane % 2;
@@ -165,6 +164,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
           square += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
           v.x *= factor[s].x, v.y *= factor[s].y, v.z *= factor[s].z, v.w *= factor[s].w;
         }
+        watch(n + s, v);
         v.x *= EVEN_PAIR_SCALE, v.y *= EVEN_PAIR_SCALE;
         v.z *= ODD_PAIR_SCALE, v.w *= ODD_PAIR_SCALE;
         u32 first = bits(__floats2bfloat162_rn(v.x, v.y));
@@ -198,7 +198,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
     }
   }
   __syncwarp();  // a warp reads only what it staged itself
-  ask();
+  ask(squares);
   STAMP(2);
 #if !BULK
   __syncthreads();  // every warp asks chunk()
@@ -372,15 +372,17 @@ __device__ __forceinline__ void fetch_chunk(const Ring& ring, int place, int c, 
 //   weights before its own grid_wait.
 //   shared: dynamic shared memory; npmoe/models/stream.py computes its size.
 //   waited(): called by every thread when the kernel before has ended.
+//   watch: as for multiply_tiles; staged(squares): as ask there, unless EARLY.
 //   ready(): called by one warp (choose experts, say); if EARLY before the first chunk().
 //   known(j): waits until chunk() may be called for tile j.
 //   settled(): unless EARLY, called by each multiplying warp before its first product.
 //   P, tiles, x, norm, chunk, done: as for multiply_tiles.
-template <class P, bool EARLY, bool HASTY, class Ready, class Known, class Settled, class Waited,
-          class ChunkAt, class Done>
+template <class P, bool EARLY, bool HASTY, class Waited, class Watch, class Staged, class Ready,
+          class Known, class Settled, class ChunkAt, class Done>
 __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, const float* x,
-                                             int tokens, const float* norm, Ready ready, Known known,
-                                             Settled settled, Waited waited, ChunkAt chunk, Done done) {
+                                             int tokens, const float* norm, Waited waited, Watch watch,
+                                             Staged staged, Ready ready, Known known, Settled settled,
+                                             ChunkAt chunk, Done done) {
   static_assert(BULK || !RESIDENT, "only a ring can hold all chunks");
   STAMP(0);
   if (HASTY && !PRODUCERS) launch_next();  // with a producer later: as early as this costs it 2 %
@@ -410,8 +412,10 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
     }
 #endif
   };
-  auto ask_late = [&] {
+  auto ask_late = [&](const float* squares) {
     if (EARLY) return;
+    staged(squares);
+    if (warp == LEADER) begin();
     ask();
     settled();
   };
@@ -442,10 +446,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
     return;
   }
 #endif
-  auto begin_late = [&] {
-    if (!EARLY && warp == LEADER) begin();
-  };
-  multiply_tiles<P, P::CHUNK_BYTES>(shared, ring, tiles, tokens, Plain{x, P::ALL}, norm, begin_late, ask_late,
+  multiply_tiles<P, P::CHUNK_BYTES>(shared, ring, tiles, tokens, Plain{x, P::ALL}, norm, watch, ask_late,
                                     chunk, done);
   STAMP(7);
 }

@@ -1,10 +1,11 @@
 // residual[token][row] += sum_k W[row][k] x[token][k] + bias[row]
 //
 //   residual float32 [tokens][rows]    in and out
+//   handed_over u32 [words]            out: EMPTY, as cuda_src/experts.cu wants it before its launches
 //   w        u8 records [rows / 16][K / 128]   in: "fragments", see weight_formats.cuh
 //   bias     float32 [rows] or null    in
 //   x        float32 [tokens][K]       in: attention output, heads one after another
-//   rows, tokens int32
+//   rows, words, tokens int32
 // Grid: any number of blocks of BLOCK_THREADS threads; its tiles: own_tile in gemv.cuh.
 // Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), those of gemv.cuh.
 // Alignment: 16 bytes everywhere.
@@ -16,24 +17,28 @@
 #endif
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
-output(float* residual, const u8* __restrict__ w, const float* __restrict__ bias, const float* x,
-       int rows, int tokens) {
+output(float* residual, u32* __restrict__ handed_over, const u8* __restrict__ w,
+       const float* __restrict__ bias, const float* x, int rows, int words, int tokens) {
   SHARED_MEMORY(shared);
   constexpr int SLICES = K / SLICE / PARTS;
   int tiles = own_tiles(rows / TILE);
   auto nothing = [] {};
   auto one_tile = [](int) {};
+  auto unseen = [](int, const float4&) {};
+  auto unstaged = [](const float*) {};
   using Rows = Pass<SLICES, PARTS, TOKENS, false>;
   auto chunk = [&](int j, int part) {
     return w + (static_cast<size_t>(own_tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
   float before = 0.f;
   auto fetch_before = [&] {
+    for (int i = blockIdx.x * BLOCK_THREADS + threadIdx.x; i < words; i += gridDim.x * BLOCK_THREADS)
+      handed_over[i] = EMPTY;
     if (TOKENS == 1) before = row_ahead<Rows>(residual, rows / TILE);
   };
   stream_tiles<Rows, true, true>(
-      shared, tiles, x, tokens, nullptr, nothing, one_tile, nothing, fetch_before,
-      chunk,
+      shared, tiles, x, tokens, nullptr, fetch_before, unseen, unstaged,
+      nothing, one_tile, nothing, chunk,
       [&](int j, int r, int token, float sum, float, bool mine) {
         int row = own_tile(j) * TILE + r;
         if (!mine) return;

@@ -1,11 +1,10 @@
 // router_logits[token][e] = rsqrt(mean(x^2) + eps) * sum_k W[e][k] (x[token][k] norm[k])
 //
 //   router_logits float32 [tokens][EXPERTS]   out
-//   handed_over float32 [words] or null   out: EMPTY, as the kernel `experts` wants it before its launch
 //   w    bf16 [EXPERTS][K]             in
 //   x    float32 [tokens][K]           in: residual stream
 //   norm float32 [K]                   in
-//   tokens, words int32; eps float32
+//   tokens int32; eps float32
 // Grid: EXPERTS blocks of 32 WARPS threads; the warps of a block share K, weights in registers.
 // Macros: K (multiple of 128), EXPERTS, WARPS (4 or 8).
 // Alignment: w 8 bytes, x and norm 16 bytes.
@@ -20,8 +19,8 @@
 #endif
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-route(float* __restrict__ router_logits, u32* handed_over, const __nv_bfloat16* __restrict__ w, const float* x,
-      const float* __restrict__ norm, int tokens, int words, float eps) {
+route(float* __restrict__ router_logits, const __nv_bfloat16* __restrict__ w, const float* x,
+      const float* __restrict__ norm, int tokens, float eps) {
   constexpr int SLICES = K / 128, EACH = (SLICES + WARPS - 1) / WARPS;
   __shared__ float2 parts[WARPS];
   STAMP(0);
@@ -41,8 +40,6 @@ route(float* __restrict__ router_logits, u32* handed_over, const __nv_bfloat16* 
   launch_next();  // gate_up reads nothing before its own wait
   grid_wait();
   STAMP(3);
-  if (handed_over)
-    for (int i = expert * 32 * WARPS + threadIdx.x; i < words; i += EXPERTS * 32 * WARPS) handed_over[i] = EMPTY;
   for (int token = 0; token < tokens; token++) {
     float sum = 0.f, square = 0.f;
 #pragma unroll

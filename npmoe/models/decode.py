@@ -81,9 +81,13 @@ class DecodeStep:
         self.x = xp.zeros((seqs, spec.hidden_size), xp.float32)
         self.projected = xp.zeros((seqs, rows), xp.float32)
         self.attended = xp.zeros((seqs, a.num_heads * a.head_dim), xp.float32)
-        self.router_logits = xp.zeros((seqs, experts), xp.float32)
         self.hidden = xp.zeros((seqs, top_k, width), xp.float32)
-        self.handed_over = xp.zeros(max(seqs * top_k, top_k * width + 1), xp.uint32)
+        # What blocks tell others that run already: logits, then ids, or hidden and a counter.
+        words = max(seqs * top_k, top_k * width + 1)
+        self.handed_over = xp.zeros(-(-seqs * experts // 32) * 32 + words, xp.uint32)
+        self.router_logits = self.handed_over[: seqs * experts].view(xp.float32)
+        self.router_logits = self.router_logits.reshape(seqs, experts)
+        self.exchanged = self.handed_over[-words:]
         self.logits = xp.zeros((seqs, spec.vocab_size), xp.float32)
         self.best = xp.zeros(seqs, xp.uint64)
         self.tokens, self.steps = xp.zeros(seqs, xp.int32), xp.zeros(seqs, xp.uint32)
@@ -196,32 +200,43 @@ class DecodeStep:
             (blocks,),
             threads,
             self.x,
+            self.handed_over,
             o.codes,
             w["o_bias"],
             self.attended,
             o.shape[0],
+            self.handed_over.size,
             seqs,
             shared=shared,
         )
-        experts = mlp.router.num_experts
-        warps = 4 if self.spec.hidden_size < WIDE else 8
+        routed = self._is_routed(w, mlp, together)
+        if not routed:
+            self._route(w, mlp)
+        macros = self._expert_macros(w, mlp) | {"ROUTED": int(routed)}
+        if together is None:
+            self._experts(w, mlp, macros)
+        else:
+            self._experts_in_one(w, macros, together)
+
+    def _route(self, w: dict[str, Any], mlp: ExpertSpec) -> None:
+        experts, warps = mlp.router.num_experts, 4 if self.spec.hidden_size < WIDE else 8
         launch(
             kernel("route", "route", K=self.spec.hidden_size, EXPERTS=experts, WARPS=warps),
             (experts,),
             32 * warps,
             self.router_logits,
-            self.handed_over,
             w["router"],
             self.x,
             w["post_attention_layernorm"],
-            seqs,
-            self.handed_over.size,
-            eps,
+            self.num_seqs,
+            self.spec.eps,
         )
-        if together is None:
-            self._experts(w, mlp)
-        else:
-            self._experts_in_one(w, mlp, together)
+
+    def _is_routed(self, w: dict[str, Any], mlp: ExpertSpec, together: ExpertStream | None) -> bool:
+        """Whether the experts' kernel computes the router's logits itself, a block each expert."""
+        alone = self.num_seqs == 1 and self.bulk and mlp.router.num_experts <= self.blocks
+        warps = (together or self._gate_up_stream(w, mlp)).warps
+        return alone and self.spec.hidden_size // COLUMNS <= MAX_SLICES * warps
 
     def _attention(self, i: int, w: dict[str, Any]) -> None:
         a = self.spec.layers[i].attention
@@ -288,26 +303,28 @@ class DecodeStep:
             "RENORMALIZE": int(mlp.router.renormalize),
         }
 
-    def _experts_in_one(self, w: dict[str, Any], mlp: ExpertSpec, stream: ExpertStream) -> None:
+    def _experts_in_one(
+        self, w: dict[str, Any], macros: dict[str, int], stream: ExpertStream
+    ) -> None:
         gate_up, down = w["gate_up_proj"], w["down_proj"]
-        macros = self._expert_macros(w, mlp) | stream.macros()
+        macros = macros | stream.macros() | {"W_FORMAT": W_CODES[down.format]}
         launch(
-            kernel("experts", "experts", W_FORMAT=W_CODES[down.format], **macros),
+            kernel("experts", "experts", **macros),
             (self.blocks,),
             stream.threads,
             self.x,
-            self.handed_over,
+            self.exchanged,
+            self.router_logits,
             gate_up.codes,
             down.codes,
-            self.router_logits,
+            w["router"],
             w["post_attention_layernorm"],
             self.spec.eps,
             shared=stream.shared,
         )
 
-    def _experts(self, w: dict[str, Any], mlp: ExpertSpec) -> None:
+    def _experts(self, w: dict[str, Any], mlp: ExpertSpec, macros: dict[str, int]) -> None:
         gate_up, down = w["gate_up_proj"], w["down_proj"]
-        macros = self._expert_macros(w, mlp)
         stream = self._gate_up_stream(w, mlp)
         form = {"W_FORMAT": W_CODES[gate_up.format]}
         launch(
@@ -315,9 +332,10 @@ class DecodeStep:
             (self.blocks, self.num_seqs),
             stream.threads,
             self.hidden,
-            self.handed_over,
-            gate_up.codes,
+            self.exchanged,
             self.router_logits,
+            gate_up.codes,
+            w["router"],
             self.x,
             w["post_attention_layernorm"],
             self.spec.eps,
@@ -331,7 +349,7 @@ class DecodeStep:
             stream.threads,
             self.x,
             down.codes,
-            self.handed_over,
+            self.exchanged,
             self.hidden,
             shared=stream.shared,
         )
@@ -362,9 +380,10 @@ class DecodeStep:
 
 
 CLUSTER, LONG_CLUSTER, MAX_CLUSTERS, LONG_CONTEXT = 8, 2, 64, 8192
-WIDE, BLOCK_BYTES = 4096, 1024
+WIDE, MAX_SLICES, BLOCK_BYTES = 4096, 5, 1024
 """Blocks of an attention cluster, the same from LONG_CONTEXT tokens on, most clusters a head, that
-number of tokens; hidden size from which the router takes more warps; shared memory that CUDA keeps
+number of tokens; hidden size from which the router takes more warps; most slices a warp of an
+experts' kernel that routes; shared memory that CUDA keeps
 of each block."""
 MAX_TOP_K = 32
 _LAYER_WEIGHTS = (

@@ -25,6 +25,7 @@ SPECIALISATIONS = [  # format, K, TOKENS, row tiles a block at most, chunks in t
     ("int4_asym", 128, 5, 4, 2),
     ("mxfp4", 384, 1, 4, 2),
 ]
+WORDS = 1300  # that output empties
 LAUNCHES = [  # tokens at most, rows, blocks, bias
     (8, 112, 2, False),
     (1, 48, 1, True),
@@ -60,15 +61,16 @@ def test_output(
         "output", "output", fmt, columns, tiles, rows, ring, tokens=max_tokens, **macros
     )
 
-    def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
-        residual = memory.writable(before)
+    def run(memory: Memory, seed: int) -> tuple[np.ndarray, ...]:
+        residual, emptied = memory.writable(before), memory.output(WORDS)
         output(
-            *((blocks,), residual, memory.read_only(codes(w))),
+            *((blocks,), residual, emptied, memory.read_only(codes(w))),
             *(None if bias is None else memory.read_only(bias), memory.read_only(x)),
-            *(rows, tokens),
+            *(rows, WORDS, tokens),
             seed=seed,
         )
-        return (residual,)
+        return residual, emptied
 
-    (residual,) = run_all_orders(run)
+    residual, emptied = run_all_orders(run)
+    assert (emptied.view(np.uint32) == 0xFFFFFFFF).all()
     assert relative_error(residual, before + linear_ref(x, w, bias)) < TOLERANCE
