@@ -84,7 +84,7 @@ gate_up(float* __restrict__ hidden, u32* chosen_ids, float* router_logits, const
     int k = threadIdx.x & 31;
     if (blockIdx.x == 0 && k < TOP_K) hand_over(chosen_ids + token * TOP_K + k, chosen.id[k]);
   };
-  stream_tiles<Rows, false, false>(
+  stream_tiles<Rows, false, false, ROUTED>(
       shared, tiles, x + static_cast<size_t>(token) * HIDDEN, 1, norm, [] {}, watch, finish_row, choose,
       [&](int j) { chosen.await_id(own_tile(j) / EXPERT_TILES); }, [&] { chosen.await_weights(); },
       [&](int j, int part) { return gate_up_chunk<Rows>(w, chosen, own_tile(j), part); },
@@ -112,7 +112,7 @@ down(float* residual, const u8* __restrict__ w, const u32* chosen_ids, const flo
   };
   float* rows = residual + static_cast<size_t>(token) * HIDDEN;
   float before = 0.f;
-  stream_tiles<Rows, true, true>(
+  stream_tiles<Rows, true, true, false>(
       shared, tiles, hidden + static_cast<size_t>(token) * TOP_K * WIDTH, 1, nullptr,
       [&] { before = row_ahead<Rows>(rows, ROW_TILES); }, [](int, const float4&) {}, [](const float*) {},
       take_ids, [](int) {}, [] {},
@@ -182,12 +182,13 @@ experts(float* residual, float* handed_over, float* router_logits, const u8* __r
     }
     chosen.await_weights();
   };
+  auto nothing = [] {};
   auto watch = [&](int n, const float4& v) {
     if (ROUTED) row.add(n, v);
   };
   auto no_chunk = [](int, int) -> const u8* { return nullptr; };  // they come through the ring
   multiply_tiles<Up, PLACE>(
-      work, ring, up_tiles, 1, Plain{residual, Up::ALL}, norm, watch, ask, no_chunk,
+      work, ring, up_tiles, 1, Plain{residual, Up::ALL}, norm, nothing, watch, ask, no_chunk,
       [&](int j, int row, int, float sum, float square, bool mine) {
         int at = own_tile(j), slot = at / EXPERT_TILES;
         float v = gated(sum, square, eps, chosen.weight[slot]);
@@ -200,7 +201,7 @@ experts(float* residual, float* handed_over, float* router_logits, const u8* __r
   if (threadIdx.x == 0) count_block(counter);
   float before = row_ahead<Down>(residual, ROW_TILES);
   multiply_tiles<Down, PLACE>(
-      work, ring, down_tiles, 1, HandedOver{handed_over, counter}, nullptr, [](int, const float4&) {},
+      work, ring, down_tiles, 1, HandedOver{handed_over, counter}, nullptr, nothing, [](int, const float4&) {},
       [](const float*) {}, no_chunk,
       [&](int j, int row, int, float sum, float, bool mine) {
         int at = own_tile<Down::SIDE_BY_SIDE>(j) * TILE + row;

@@ -109,14 +109,17 @@ struct HandedOver {
 //   work: shared memory for activations, their squares and sums. PLACE_BYTES: from one place of the ring to
 //   the next. tiles: this block's number.
 //   source: load(token, slice) asks for activations, confirmed(v, token, slice) gives what it brought.
-//   watch(n, v): shown the activations, times norm, of this warp's n-th slice. ask(squares): called when they
+//   loaded(): called when this warp has asked for its first activations, ahead of weights, behind which they
+//   would queue. watch(n, v): shown the activations, times norm, of this warp's n-th slice. ask(squares): called when they
 //   are staged; squares [WARPS][MAX_TOKENS]: of each warp's activations, before norm.
 //   chunk(j, k): chunk k of its j-th tile.
 //   done(j, row, token, sum, sum_squares, mine): called by whole warps; FINISHERS neighbouring lanes
 //   bring the same output, the first of them with `mine`; rows of a tile follow one another.
-template <class P, int PLACE_BYTES, class Source, class Watch, class Ask, class ChunkAt, class Done>
+template <class P, int PLACE_BYTES, class Source, class Loaded, class Watch, class Ask, class ChunkAt,
+          class Done>
 __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, int tiles, int tokens,
-                                               Source source, const float* norm, Watch watch, Ask ask,
+                                               Source source, const float* norm, Loaded loaded,
+                                               Watch watch, Ask ask,
                                                ChunkAt chunk, Done done) {
   constexpr int SLICES = P::SLICES, CHUNKS = P::CHUNKS, MAX_TOKENS = P::MAX_TOKENS, ALL = P::ALL;
   constexpr int SETS = P::SETS, EACH = P::EACH, AT_ONCE = P::AT_ONCE, SLICE_STEP = P::SLICE_STEP;
@@ -148,7 +151,8 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
       }
     }
   };
-  load(0, 0);  // ahead of weights, behind which it would queue
+  load(0, 0);
+  loaded();
   int column = lane >> 2, t = lane & 3;  // of B; results are those of token t
   int part = lane / 2 % 4, group = lane / 8 ^ part >> 1;
   u64* heads = reinterpret_cast<u64*>(staged + part * 4 + group) + lane % 2;
@@ -373,11 +377,12 @@ __device__ __forceinline__ void fetch_chunk(const Ring& ring, int place, int c, 
 //   shared: dynamic shared memory; npmoe/models/stream.py computes its size.
 //   waited(): called by every thread when the kernel before has ended.
 //   watch: as for multiply_tiles; staged(squares): as ask there, unless EARLY.
-//   ready(): called by one warp (choose experts, say); if EARLY before the first chunk().
+//   ready(): called by one warp (choose experts, say); if EARLY before the first chunk(), if LATE when its
+//   activations are staged.
 //   known(j): waits until chunk() may be called for tile j.
 //   settled(): unless EARLY, called by each multiplying warp before its first product.
 //   P, tiles, x, norm, chunk, done: as for multiply_tiles.
-template <class P, bool EARLY, bool HASTY, class Waited, class Watch, class Staged, class Ready,
+template <class P, bool EARLY, bool HASTY, bool LATE, class Waited, class Watch, class Staged, class Ready,
           class Known, class Settled, class ChunkAt, class Done>
 __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, const float* x,
                                              int tokens, const float* norm, Waited waited, Watch watch,
@@ -415,9 +420,12 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
   auto ask_late = [&](const float* squares) {
     if (EARLY) return;
     staged(squares);
-    if (warp == LEADER) begin();
+    if (LATE && warp == LEADER) begin();
     ask();
     settled();
+  };
+  auto loaded = [&] {
+    if (!EARLY && !LATE && warp == LEADER) begin();
   };
   if (P::NORM) {
 #pragma unroll
@@ -446,7 +454,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
     return;
   }
 #endif
-  multiply_tiles<P, P::CHUNK_BYTES>(shared, ring, tiles, tokens, Plain{x, P::ALL}, norm, watch, ask_late,
+  multiply_tiles<P, P::CHUNK_BYTES>(shared, ring, tiles, tokens, Plain{x, P::ALL}, norm, loaded, watch, ask_late,
                                     chunk, done);
   STAMP(7);
 }

@@ -35,7 +35,7 @@ lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const f
   constexpr int KINDS = TOKENS * TILE * FINISHERS > THREADS ? TOKENS * TILE * FINISHERS / THREADS : 1;
   u64 highest[KINDS] = {};
   int of_token[KINDS] = {};
-  stream_tiles<Pass<SLICES, PARTS, TOKENS, true>, true, false>(
+  stream_tiles<Pass<SLICES, PARTS, TOKENS, true>, true, false, false>(
       shared, tiles, x, tokens, norm, nothing, unseen, unstaged,
       nothing, one_tile, nothing, chunk,
       [&](int j, int r, int token, float sum, float square, bool counts) {

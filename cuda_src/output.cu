@@ -36,7 +36,7 @@ output(float* residual, u32* __restrict__ handed_over, const u8* __restrict__ w,
       handed_over[i] = EMPTY;
     if (TOKENS == 1) before = row_ahead<Rows>(residual, rows / TILE);
   };
-  stream_tiles<Rows, true, true>(
+  stream_tiles<Rows, true, true, false>(
       shared, tiles, x, tokens, nullptr, fetch_before, unseen, unstaged,
       nothing, one_tile, nothing, chunk,
       [&](int j, int r, int token, float sum, float, bool mine) {

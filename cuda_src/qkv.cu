@@ -29,7 +29,7 @@ qkv(float* __restrict__ projected, const u8* __restrict__ w, const float* __rest
   auto chunk = [&](int j, int part) {
     return w + (static_cast<size_t>(own_tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
-  stream_tiles<Pass<SLICES, PARTS, TOKENS, true>, true, false>(
+  stream_tiles<Pass<SLICES, PARTS, TOKENS, true>, true, false, false>(
       shared, tiles, x, tokens, norm, nothing, unseen, unstaged,
       nothing, one_tile, nothing, chunk,
       [&](int j, int r, int token, float sum, float square, bool mine) {

@@ -43,10 +43,18 @@ struct Chooser {
   __device__ __forceinline__ void next() {
     int lane = threadIdx.x & 31;
     if (round == 0) {
-      u32 seen[HELD];
+      u32 seen[HELD] = {};
+      if constexpr (COUNT % 128 == 0) {
 #pragma unroll
-      for (int i = 0; i < HELD; i++)
-        if (lane * HELD + i < COUNT) seen[i] = look(logits + lane * HELD + i);
+        for (int i = 0; i < HELD; i += 4) {
+          uint4 v = look(reinterpret_cast<const float*>(logits + lane * HELD + i));
+          seen[i] = v.x, seen[i + 1] = v.y, seen[i + 2] = v.z, seen[i + 3] = v.w;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < HELD; i++)
+          if (lane * HELD + i < COUNT) seen[i] = look(logits + lane * HELD + i);
+      }
 #pragma unroll
       for (int i = 0; i < HELD; i++)
         if (lane * HELD + i < COUNT)
