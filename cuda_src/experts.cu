@@ -2,8 +2,7 @@
 //          rsqrt(mean(x^2) + eps) * W_gate_up[id_k] (x[token] norm)
 // down:    residual[token][row] += sum_k sum_i W_down[id_k][row][i] hidden[token][k][i]
 // experts: both, of one token
-// (id_k, weight_k) is the k-th choice of route.cuh from the token's router logits; with ROUTED these are
-//          rsqrt(mean(x^2) + eps) W_router (x norm), computed here by block e for expert e.
+// (id_k, weight_k) is the k-th choice of route.cuh from the token's router logits.
 //
 //   hidden   float32 [tokens][TOP_K][WIDTH]         out of gate_up, in of down
 //   handed_over float32 [TOP_K WIDTH + 1]           scratch of experts: hidden and a counter, all words EMPTY
@@ -13,14 +12,13 @@
 //            and up rows alternate
 //   down     u8 records [EXPERTS][HIDDEN / 16][WIDTH / 128]     in
 //   chosen_ids int32 [tokens][TOP_K]                out of gate_up, EMPTY before its launch, in of down
-//   router   bf16 [EXPERTS][HIDDEN]                 in, if ROUTED
-//   router_logits float32 [tokens][EXPERTS]         in; if ROUTED out, EMPTY before the launch
+//   router_logits float32 [tokens][EXPERTS]         in
 //   norm     float32 [HIDDEN]                       in
 // Grid: (any, tokens) blocks of BLOCK_THREADS threads; block (b, token) takes
-// of its token the tiles that own_tile in gemv.cuh says. Of experts, and if ROUTED, all blocks must run at
-// once: at most one a multiprocessor, for one token, at least EXPERTS if ROUTED.
+// of its token the tiles that own_tile in gemv.cuh says. Of experts all blocks must run at once: at most
+// one a multiprocessor, for one token.
 // Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K (1..32, at most EXPERTS),
-// RENORMALIZE and ROUTED (0 or 1), those of gemv.cuh; of experts they are gate_up's, and DOWN_PARTS, DOWN_BATCH, DOWN_PAIRED, DOWN_ROLLING and
+// RENORMALIZE (0 or 1), those of gemv.cuh; of experts they are gate_up's, and DOWN_PARTS, DOWN_BATCH, DOWN_PAIRED, DOWN_ROLLING and
 // DOWN_BUFFERS down's.
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sums, the combine
@@ -34,8 +32,8 @@
 #if TOP_K < 1 || TOP_K > 32 || TOP_K > EXPERTS
 #error "experts needs TOP_K 1 to 32 and at most EXPERTS"
 #endif
-#if !defined(RENORMALIZE) || !defined(ROUTED)
-#error "define RENORMALIZE and ROUTED as 0 or 1"
+#ifndef RENORMALIZE
+#error "define RENORMALIZE as 0 or 1"
 #endif
 
 constexpr int EXPERT_TILES = 2 * WIDTH / TILE, ROW_TILES = HIDDEN / TILE;
@@ -61,31 +59,21 @@ __device__ __forceinline__ float gated(float sum, float square, float eps, float
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
-gate_up(float* __restrict__ hidden, u32* chosen_ids, float* router_logits, const u8* __restrict__ w,
-        const __nv_bfloat16* __restrict__ router, const float* x, const float* __restrict__ norm, float eps) {
+gate_up(float* __restrict__ hidden, u32* chosen_ids, const u8* __restrict__ w, const float* router_logits,
+        const float* x, const float* __restrict__ norm, float eps) {
   using Rows = Pass<HIDDEN / SLICE / PARTS, PARTS, 1, true>;
   SHARED_MEMORY(shared);
   __shared__ Choice<TOP_K> chosen;
   int token = blockIdx.y;
   int tiles = own_tiles(TOP_K * EXPERT_TILES);
   if (threadIdx.x < 32) chosen.clear();
-  __shared__ float parts[WARPS];
-  bool routes = ROUTED && blockIdx.x < EXPERTS && threadIdx.x < THREADS;
-  RouterRow<ROUTED ? HIDDEN / SLICE : 1, WARPS> row;
-  if (routes) row.fetch(router + static_cast<size_t>(blockIdx.x) * HIDDEN);
-  auto watch = [&](int n, const float4& v) {
-    if (ROUTED) row.add(n, v);
-  };
-  auto finish_row = [&](const float* squares) {
-    if (routes) row.finish(router_logits + blockIdx.x, parts, squares, eps);
-  };
   auto choose = [&] {
     Chooser<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS).choose();
     int k = threadIdx.x & 31;
     if (blockIdx.x == 0 && k < TOP_K) hand_over(chosen_ids + token * TOP_K + k, chosen.id[k]);
   };
-  stream_tiles<Rows, false, false, ROUTED>(
-      shared, tiles, x + static_cast<size_t>(token) * HIDDEN, 1, norm, [] {}, watch, finish_row, choose,
+  stream_tiles<Rows, false, false>(
+      shared, tiles, x + static_cast<size_t>(token) * HIDDEN, 1, norm, [] {}, choose,
       [&](int j) { chosen.await_id(own_tile(j) / EXPERT_TILES); }, [&] { chosen.await_weights(); },
       [&](int j, int part) { return gate_up_chunk<Rows>(w, chosen, own_tile(j), part); },
       [&](int j, int row, int, float sum, float square, bool mine) {
@@ -96,7 +84,7 @@ gate_up(float* __restrict__ hidden, u32* chosen_ids, float* router_logits, const
                  at % EXPERT_TILES * (TILE / 2) + row / 2] = v;
       });
 }
-CPU_GRID_KERNEL(gate_up)
+CPU_KERNEL(gate_up)
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
 down(float* residual, const u8* __restrict__ w, const u32* chosen_ids, const float* hidden) {
@@ -112,10 +100,9 @@ down(float* residual, const u8* __restrict__ w, const u32* chosen_ids, const flo
   };
   float* rows = residual + static_cast<size_t>(token) * HIDDEN;
   float before = 0.f;
-  stream_tiles<Rows, true, true, false>(
+  stream_tiles<Rows, true, true>(
       shared, tiles, hidden + static_cast<size_t>(token) * TOP_K * WIDTH, 1, nullptr,
-      [&] { before = row_ahead<Rows>(rows, ROW_TILES); }, [](int, const float4&) {}, [](const float*) {},
-      take_ids, [](int) {}, [] {},
+      [&] { before = row_ahead<Rows>(rows, ROW_TILES); }, take_ids, [](int) {}, [] {},
       [&](int j, int k) { return down_chunk<Rows>(w, chosen, own_tile(j), k); },
       [&](int j, int row, int, float sum, float, bool mine) {
         int at = own_tile(j) * TILE + row;
@@ -129,9 +116,8 @@ CPU_KERNEL(down)
 #error "experts needs BULK and a ring that goes round"
 #endif
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
-experts(float* residual, float* handed_over, float* router_logits, const u8* __restrict__ w_gate_up,
-        const u8* __restrict__ w_down, const __nv_bfloat16* __restrict__ router,
-        const float* __restrict__ norm, float eps) {
+experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, const u8* __restrict__ w_down,
+        const float* router_logits, const float* __restrict__ norm, float eps) {
   using Up = Pass<HIDDEN / SLICE / PARTS, PARTS, 1, true>;
   using Down = Pass<WIDTH / SLICE / DOWN_PARTS, TOP_K * DOWN_PARTS, 1, false, DOWN_BATCH, DOWN_PAIRED ? 2 : 1,
                     DOWN_ROLLING, DOWN_BUFFERS>;
@@ -144,10 +130,6 @@ experts(float* residual, float* handed_over, float* router_logits, const u8* __r
   Ring ring = {shared, barriers, barriers + STAGES};
   unsigned char* work = reinterpret_cast<unsigned char*>(barriers + 2 * STAGES);
   if (warp == 0) init_ring(ring), chosen.clear();
-  __shared__ float parts[WARPS];
-  bool routes = ROUTED && blockIdx.x < EXPERTS && warp < WARPS;
-  RouterRow<ROUTED ? HIDDEN / SLICE : 1, WARPS> row;
-  if (routes) row.fetch(router + static_cast<size_t>(blockIdx.x) * HIDDEN);
   __syncthreads();  // the ring's barriers are there
   STAMP(1);
   grid_wait();
@@ -174,8 +156,7 @@ experts(float* residual, float* handed_over, float* router_logits, const u8* __r
     launch_next();  // the next kernel asks for its weights only now
     return;
   }
-  auto ask = [&](const float* squares) {
-    if (routes) row.finish(router_logits + blockIdx.x, parts, squares, eps);
+  auto ask = [&] {
     for (int c = warp; c < wanted; c += WARPS) {
       chosen.await_id(own_tile(Up::tile_of(c)) / EXPERT_TILES);
       if (lane == 0) fetch_chunk<Up, PLACE>(ring, c, c, up_chunk);
@@ -183,12 +164,9 @@ experts(float* residual, float* handed_over, float* router_logits, const u8* __r
     chosen.await_weights();
   };
   auto nothing = [] {};
-  auto watch = [&](int n, const float4& v) {
-    if (ROUTED) row.add(n, v);
-  };
   auto no_chunk = [](int, int) -> const u8* { return nullptr; };  // they come through the ring
   multiply_tiles<Up, PLACE>(
-      work, ring, up_tiles, 1, Plain{residual, Up::ALL}, norm, nothing, watch, ask, no_chunk,
+      work, ring, up_tiles, 1, Plain{residual, Up::ALL}, norm, nothing, ask, no_chunk,
       [&](int j, int row, int, float sum, float square, bool mine) {
         int at = own_tile(j), slot = at / EXPERT_TILES;
         float v = gated(sum, square, eps, chosen.weight[slot]);
@@ -201,8 +179,7 @@ experts(float* residual, float* handed_over, float* router_logits, const u8* __r
   if (threadIdx.x == 0) count_block(counter);
   float before = row_ahead<Down>(residual, ROW_TILES);
   multiply_tiles<Down, PLACE>(
-      work, ring, down_tiles, 1, HandedOver{handed_over, counter}, nullptr, nothing, [](int, const float4&) {},
-      [](const float*) {}, no_chunk,
+      work, ring, down_tiles, 1, HandedOver{handed_over, counter}, nullptr, nothing, nothing, no_chunk,
       [&](int j, int row, int, float sum, float, bool mine) {
         int at = own_tile<Down::SIDE_BY_SIDE>(j) * TILE + row;
         if (mine) residual[at] = (j < Down::TOGETHER ? before : residual[at]) + sum;

@@ -110,16 +110,13 @@ struct HandedOver {
 //   the next. tiles: this block's number.
 //   source: load(token, slice) asks for activations, confirmed(v, token, slice) gives what it brought.
 //   loaded(): called when this warp has asked for its first activations, ahead of weights, behind which they
-//   would queue. watch(n, v): shown the activations, times norm, of this warp's n-th slice. ask(squares): called when they
-//   are staged; squares [WARPS][MAX_TOKENS]: of each warp's activations, before norm.
+//   would queue. ask(): when they are staged.
 //   chunk(j, k): chunk k of its j-th tile.
 //   done(j, row, token, sum, sum_squares, mine): called by whole warps; FINISHERS neighbouring lanes
 //   bring the same output, the first of them with `mine`; rows of a tile follow one another.
-template <class P, int PLACE_BYTES, class Source, class Loaded, class Watch, class Ask, class ChunkAt,
-          class Done>
+template <class P, int PLACE_BYTES, class Source, class Loaded, class Ask, class ChunkAt, class Done>
 __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, int tiles, int tokens,
-                                               Source source, const float* norm, Loaded loaded,
-                                               Watch watch, Ask ask,
+                                               Source source, const float* norm, Loaded loaded, Ask ask,
                                                ChunkAt chunk, Done done) {
   constexpr int SLICES = P::SLICES, CHUNKS = P::CHUNKS, MAX_TOKENS = P::MAX_TOKENS, ALL = P::ALL;
   constexpr int SETS = P::SETS, EACH = P::EACH, AT_ONCE = P::AT_ONCE, SLICE_STEP = P::SLICE_STEP;
@@ -168,7 +165,6 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
           square += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
           v.x *= factor[s].x, v.y *= factor[s].y, v.z *= factor[s].z, v.w *= factor[s].w;
         }
-        watch(n + s, v);
         v.x *= EVEN_PAIR_SCALE, v.y *= EVEN_PAIR_SCALE;
         v.z *= ODD_PAIR_SCALE, v.w *= ODD_PAIR_SCALE;
         u32 first = bits(__floats2bfloat162_rn(v.x, v.y));
@@ -202,7 +198,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
     }
   }
   __syncwarp();  // a warp reads only what it staged itself
-  ask(squares);
+  ask();
   STAMP(2);
 #if !BULK
   __syncthreads();  // every warp asks chunk()
@@ -376,18 +372,15 @@ __device__ __forceinline__ void fetch_chunk(const Ring& ring, int place, int c, 
 //   weights before its own grid_wait.
 //   shared: dynamic shared memory; npmoe/models/stream.py computes its size.
 //   waited(): called by every thread when the kernel before has ended.
-//   watch: as for multiply_tiles; staged(squares): as ask there, unless EARLY.
-//   ready(): called by one warp (choose experts, say); if EARLY before the first chunk(), if LATE when its
-//   activations are staged.
+//   ready(): called by one warp (choose experts, say); if EARLY before the first chunk().
 //   known(j): waits until chunk() may be called for tile j.
 //   settled(): unless EARLY, called by each multiplying warp before its first product.
 //   P, tiles, x, norm, chunk, done: as for multiply_tiles.
-template <class P, bool EARLY, bool HASTY, bool LATE, class Waited, class Watch, class Staged, class Ready,
-          class Known, class Settled, class ChunkAt, class Done>
+template <class P, bool EARLY, bool HASTY, class Waited, class Ready, class Known, class Settled,
+          class ChunkAt, class Done>
 __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, const float* x,
-                                             int tokens, const float* norm, Waited waited, Watch watch,
-                                             Staged staged, Ready ready, Known known, Settled settled,
-                                             ChunkAt chunk, Done done) {
+                                             int tokens, const float* norm, Waited waited, Ready ready,
+                                             Known known, Settled settled, ChunkAt chunk, Done done) {
   static_assert(BULK || !RESIDENT, "only a ring can hold all chunks");
   STAMP(0);
   if (HASTY && !PRODUCERS) launch_next();  // with a producer later: as early as this costs it 2 %
@@ -417,15 +410,13 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
     }
 #endif
   };
-  auto ask_late = [&](const float* squares) {
+  auto ask_late = [&] {
     if (EARLY) return;
-    staged(squares);
-    if (LATE && warp == LEADER) begin();
     ask();
     settled();
   };
   auto loaded = [&] {
-    if (!EARLY && !LATE && warp == LEADER) begin();
+    if (!EARLY && warp == LEADER) begin();
   };
   if (P::NORM) {
 #pragma unroll
@@ -454,7 +445,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* shared, int tiles, c
     return;
   }
 #endif
-  multiply_tiles<P, P::CHUNK_BYTES>(shared, ring, tiles, tokens, Plain{x, P::ALL}, norm, loaded, watch, ask_late,
+  multiply_tiles<P, P::CHUNK_BYTES>(shared, ring, tiles, tokens, Plain{x, P::ALL}, norm, loaded, ask_late,
                                     chunk, done);
   STAMP(7);
 }

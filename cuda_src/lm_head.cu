@@ -26,8 +26,6 @@ lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const f
   int tiles = own_tiles(rows / TILE);
   auto nothing = [] {};
   auto one_tile = [](int) {};
-  auto unseen = [](int, const float4&) {};
-  auto unstaged = [](const float*) {};
   auto chunk = [&](int j, int part) {
     return w + (static_cast<size_t>(own_tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
@@ -35,9 +33,8 @@ lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const f
   constexpr int KINDS = TOKENS * TILE * FINISHERS > THREADS ? TOKENS * TILE * FINISHERS / THREADS : 1;
   u64 highest[KINDS] = {};
   int of_token[KINDS] = {};
-  stream_tiles<Pass<SLICES, PARTS, TOKENS, true>, true, false, false>(
-      shared, tiles, x, tokens, norm, nothing, unseen, unstaged,
-      nothing, one_tile, nothing, chunk,
+  stream_tiles<Pass<SLICES, PARTS, TOKENS, true>, true, false>(
+      shared, tiles, x, tokens, norm, nothing, nothing, one_tile, nothing, chunk,
       [&](int j, int r, int token, float sum, float square, bool counts) {
         int row = own_tile(j) * TILE + r;
         if (row >= vocab || !counts) return;

@@ -24,8 +24,6 @@ output(float* residual, u32* __restrict__ handed_over, const u8* __restrict__ w,
   int tiles = own_tiles(rows / TILE);
   auto nothing = [] {};
   auto one_tile = [](int) {};
-  auto unseen = [](int, const float4&) {};
-  auto unstaged = [](const float*) {};
   using Rows = Pass<SLICES, PARTS, TOKENS, false>;
   auto chunk = [&](int j, int part) {
     return w + (static_cast<size_t>(own_tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
@@ -36,9 +34,8 @@ output(float* residual, u32* __restrict__ handed_over, const u8* __restrict__ w,
       handed_over[i] = EMPTY;
     if (TOKENS == 1) before = row_ahead<Rows>(residual, rows / TILE);
   };
-  stream_tiles<Rows, true, true, false>(
-      shared, tiles, x, tokens, nullptr, fetch_before, unseen, unstaged,
-      nothing, one_tile, nothing, chunk,
+  stream_tiles<Rows, true, true>(
+      shared, tiles, x, tokens, nullptr, fetch_before, nothing, one_tile, nothing, chunk,
       [&](int j, int r, int token, float sum, float, bool mine) {
         int row = own_tile(j) * TILE + r;
         if (!mine) return;

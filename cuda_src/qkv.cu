@@ -24,14 +24,11 @@ qkv(float* __restrict__ projected, const u8* __restrict__ w, const float* __rest
   int tiles = own_tiles(rows / TILE);
   auto nothing = [] {};
   auto one_tile = [](int) {};
-  auto unseen = [](int, const float4&) {};
-  auto unstaged = [](const float*) {};
   auto chunk = [&](int j, int part) {
     return w + (static_cast<size_t>(own_tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
-  stream_tiles<Pass<SLICES, PARTS, TOKENS, true>, true, false, false>(
-      shared, tiles, x, tokens, norm, nothing, unseen, unstaged,
-      nothing, one_tile, nothing, chunk,
+  stream_tiles<Pass<SLICES, PARTS, TOKENS, true>, true, false>(
+      shared, tiles, x, tokens, norm, nothing, nothing, one_tile, nothing, chunk,
       [&](int j, int r, int token, float sum, float square, bool mine) {
         int row = own_tile(j) * TILE + r;
         float y = sum * rsqrtf(square / K + eps);

@@ -1,5 +1,5 @@
-// The choice of experts from router logits. Of several tokens route.cu computes the logits, of one the
-// expert kernels do, a block each expert; and all their blocks choose, since a kernel for the choice would cost a step.
+// The choice of experts from router logits; route.cu computes the logits, and every block of the expert
+// kernels chooses for itself, since a kernel for the choice would cost a step.
 #pragma once
 #include "common.cuh"
 
@@ -91,39 +91,5 @@ struct Chooser {
     __threadfence_block();
     __syncwarp();
     if (lane == 0) *static_cast<volatile int*>(&choice.complete) = 1;
-  }
-};
-
-// A row of the router, by the WARPS warps that stage its block's activations: each has the EACH slices of
-// 128 columns from its own number on, every WARPS-th, of SLICES.
-template <int SLICES, int WARPS_>
-struct RouterRow {
-  static constexpr int EACH = (SLICES + WARPS_ - 1) / WARPS_;
-  uint2 held[EACH] = {};
-  float dot = 0.f;
-
-  __device__ __forceinline__ void fetch(const __nv_bfloat16* row) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-#pragma unroll
-    for (int n = 0; n < EACH; n++)
-      if (warp + n * WARPS_ < SLICES)
-        held[n] = __ldg(reinterpret_cast<const uint2*>(row + (warp + n * WARPS_) * 128) + lane);
-  }
-  __device__ __forceinline__ void add(int n, const float4& v) {  // activations of the n-th slice
-    dot += __uint_as_float(held[n].x << 16) * v.x;
-    dot += __uint_as_float(held[n].x & 0xffff0000u) * v.y;
-    dot += __uint_as_float(held[n].y << 16) * v.z;
-    dot += __uint_as_float(held[n].y & 0xffff0000u) * v.w;
-  }
-  // Hands over the logit. parts: shared memory [WARPS]; squares [WARPS]: sums of squares of the warps.
-  __device__ __forceinline__ void finish(float* logit, float* parts, const float* squares, float eps) {
-    float sum = warp_sum(dot), square = 0.f;
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
-    sync_threads(32 * WARPS_);
-    if (threadIdx.x != 32 * (WARPS_ - 1)) return;
-    sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS_; w++) sum += parts[w], square += squares[w];
-    hand_over(logit, sum * rsqrtf(square / (128 * SLICES) + eps));
   }
 };

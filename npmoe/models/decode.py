@@ -82,12 +82,9 @@ class DecodeStep:
         self.projected = xp.zeros((seqs, rows), xp.float32)
         self.attended = xp.zeros((seqs, a.num_heads * a.head_dim), xp.float32)
         self.hidden = xp.zeros((seqs, top_k, width), xp.float32)
-        # What blocks tell others that run already: logits, then ids, or hidden and a counter.
-        words = max(seqs * top_k, top_k * width + 1)
-        self.handed_over = xp.zeros(-(-seqs * experts // 32) * 32 + words, xp.uint32)
-        self.router_logits = self.handed_over[: seqs * experts].view(xp.float32)
-        self.router_logits = self.router_logits.reshape(seqs, experts)
-        self.exchanged = self.handed_over[-words:]
+        self.router_logits = xp.zeros((seqs, experts), xp.float32)
+        # What blocks tell others that run already: ids, or hidden and a counter.
+        self.handed_over = xp.zeros(max(seqs * top_k, top_k * width + 1), xp.uint32)
         self.logits = xp.zeros((seqs, spec.vocab_size), xp.float32)
         self.best = xp.zeros(seqs, xp.uint64)
         self.tokens, self.steps = xp.zeros(seqs, xp.int32), xp.zeros(seqs, xp.uint32)
@@ -209,10 +206,8 @@ class DecodeStep:
             seqs,
             shared=shared,
         )
-        routed = self._is_routed(w, mlp, together)
-        if not routed:
-            self._route(w, mlp)
-        macros = self._expert_macros(w, mlp) | {"ROUTED": int(routed)}
+        self._route(w, mlp)
+        macros = self._expert_macros(w, mlp)
         if together is None:
             self._experts(w, mlp, macros)
         else:
@@ -231,12 +226,6 @@ class DecodeStep:
             self.num_seqs,
             self.spec.eps,
         )
-
-    def _is_routed(self, w: dict[str, Any], mlp: ExpertSpec, together: ExpertStream | None) -> bool:
-        """Whether the experts' kernel computes the router's logits itself, a block each expert."""
-        alone = self.num_seqs == 1 and self.bulk and mlp.router.num_experts <= self.blocks
-        warps = (together or self._gate_up_stream(w, mlp)).warps
-        return alone and self.spec.hidden_size // COLUMNS <= MAX_SLICES * warps
 
     def _attention(self, i: int, w: dict[str, Any]) -> None:
         a = self.spec.layers[i].attention
@@ -313,11 +302,10 @@ class DecodeStep:
             (self.blocks,),
             stream.threads,
             self.x,
-            self.exchanged,
-            self.router_logits,
+            self.handed_over,
             gate_up.codes,
             down.codes,
-            w["router"] if macros["ROUTED"] else None,
+            self.router_logits,
             w["post_attention_layernorm"],
             self.spec.eps,
             shared=stream.shared,
@@ -332,10 +320,9 @@ class DecodeStep:
             (self.blocks, self.num_seqs),
             stream.threads,
             self.hidden,
-            self.exchanged,
-            self.router_logits,
+            self.handed_over,
             gate_up.codes,
-            w["router"] if macros["ROUTED"] else None,
+            self.router_logits,
             self.x,
             w["post_attention_layernorm"],
             self.spec.eps,
@@ -349,7 +336,7 @@ class DecodeStep:
             stream.threads,
             self.x,
             down.codes,
-            self.exchanged,
+            self.handed_over,
             self.hidden,
             shared=stream.shared,
         )
@@ -380,10 +367,9 @@ class DecodeStep:
 
 
 CLUSTER, LONG_CLUSTER, MAX_CLUSTERS, LONG_CONTEXT = 8, 2, 64, 8192
-WIDE, MAX_SLICES, BLOCK_BYTES = 4096, 5, 1024
+WIDE, BLOCK_BYTES = 4096, 1024
 """Blocks of an attention cluster, the same from LONG_CONTEXT tokens on, most clusters a head, that
-number of tokens; hidden size from which the router takes more warps; most slices a warp of an
-experts' kernel that routes; shared memory that CUDA keeps
+number of tokens; hidden size from which the router takes more warps; shared memory that CUDA keeps
 of each block."""
 MAX_TOP_K = 32
 _LAYER_WEIGHTS = (

@@ -72,7 +72,7 @@ STEPS: list[tuple[GPU, Shape, str, Format, int]] = [  # GPU, model, weights, K a
     (RTX5090, SMALL_HEADS, "int4", "bf16", 4),
 ]
 DENSE = {"K": 256, "TOKENS": 1, "W_FORMAT": 1, "BATCH": 1, "STAGES": 2, "WARPS": 2}
-EXPERTS = {"HIDDEN": 256, "WIDTH": 256, "EXPERTS": 8, "TOP_K": 2, "RENORMALIZE": 1, "ROUTED": 0}
+EXPERTS = {"HIDDEN": 256, "WIDTH": 256, "EXPERTS": 8, "TOP_K": 2, "RENORMALIZE": 1}
 EXPERTS |= {"W_FORMAT": 1, "BATCH": 1, "STAGES": 2, "WARPS": 2}
 ATTENTION = {"HEADS": 8, "KV_HEADS": 4, "HEAD_DIM": 128, "PAGE": 16, "K_FORMAT": 0, "V_FORMAT": 0}
 ATTENTION |= {"WARPS": 4, "STAGES": 3, "LEAST": 64, "FUSED": 1}

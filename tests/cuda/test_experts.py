@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from npmoe.formats.fragments import RECORD_BYTES, ROWS
-from npmoe.formats.quant_tensor import QuantTensor, quantize
+from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models import stream
 from npmoe.models.decode import W_CODES
 from npmoe.models.stream import ExpertStream
 from npmoe.ops.experts import swiglu_ref
-from npmoe.ops.linear import linear_ref
 from npmoe.ops.norm import rms_norm_ref
 from npmoe.ops.route import top_k_ref
 from tests.cuda.build import kernel, launch
@@ -78,11 +77,11 @@ def interleaved(w: QuantTensor) -> QuantTensor:
     return replace(w, **arrays)
 
 
-def expert_kernel(name: str, case: Case, routed: bool = False) -> Streaming:
+def expert_kernel(name: str, case: Case) -> Streaming:
     columns = case.hidden if name == "gate_up" else case.width
     rows = case.top_k * 2 * case.width if name == "gate_up" else case.hidden
     macros = {"HIDDEN": case.hidden, "WIDTH": case.width, "EXPERTS": case.experts}
-    macros |= {"TOP_K": case.top_k, "RENORMALIZE": case.renormalize, "ROUTED": routed}
+    macros |= {"TOP_K": case.top_k, "RENORMALIZE": case.renormalize}
     stacked, tiles = 1 if name == "gate_up" else case.top_k, -(-rows // ROWS // case.blocks)
     return streaming("experts", name, case.fmt, columns, tiles, rows, case.ring, stacked, **macros)
 
@@ -108,8 +107,9 @@ def test_gate_up(case: Case) -> None:
         hidden = memory.output(case.tokens, case.top_k, case.width)
         chosen = memory.writable(np.full((case.tokens, case.top_k), EMPTY, np.uint32))
         gate_up(
-            *((case.blocks, case.tokens), hidden, chosen, memory.read_only(logits)),
-            *(memory.read_only(records), None, memory.read_only(x), memory.read_only(norm), EPS),
+            *((case.blocks, case.tokens), hidden, chosen),
+            *(memory.read_only(a) for a in (records, logits, x, norm)),
+            EPS,
             seed=seed,
         )
         return hidden, chosen
@@ -121,45 +121,6 @@ def test_gate_up(case: Case) -> None:
     for t in range(case.tokens):
         gated = swiglu_ref(normed[t] @ dense[ids[t]].transpose(0, 2, 1))
         assert relative_error(hidden[t], weights[t, :, None] * gated) < 2 * TOLERANCE
-
-
-ROUTED = (
-    Case("fp4_ring", "fp4", 384, 128, 5, 2, True, 1, 6, 4),
-    Case("bf16_resident", "bf16", 256, 128, 7, 3, False, 1, 40, 9),
-)
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in ROUTED])
-def test_gate_up_routes_a_single_token(case: Case) -> None:
-    w, _, _, rng = inputs(case)
-    router = router_of(rng, case.experts, case.hidden)
-    x = activations(rng, 1, case.hidden)
-    norm = rng.uniform(0.5, 1.5, case.hidden).astype(np.float32)
-    gate_up, records = expert_kernel("gate_up", case, routed=True), codes(interleaved(w))
-
-    def run(memory: Memory, seed: int) -> tuple[np.ndarray, ...]:
-        hidden = memory.output(1, case.top_k, case.width)
-        chosen = memory.writable(np.full((1, case.top_k), EMPTY, np.uint32))
-        logits = memory.writable(np.full((1, case.experts), EMPTY, np.uint32).view(np.float32))
-        gate_up(
-            *((case.blocks, 1), hidden, chosen, logits),
-            *(memory.read_only(a) for a in (records, router.codes, x, norm)),
-            EPS,
-            seed=seed,
-        )
-        return hidden, chosen, logits
-
-    hidden, chosen, logits = run_all_orders(run)
-    normed = rms_norm_ref(x, norm, EPS)
-    assert relative_error(logits, linear_ref(normed, router)) < 2e-6
-    weights, ids = top_k_ref(logits, case.top_k, case.renormalize)
-    assert (chosen == ids).all()
-    gated = swiglu_ref(normed[0] @ w.dequantize()[ids[0]].transpose(0, 2, 1))
-    assert relative_error(hidden[0], weights[0, :, None] * gated) < 2 * TOLERANCE
-
-
-def router_of(rng: np.random.Generator, experts: int, columns: int) -> QuantTensor:
-    return quantize(rng.standard_normal((experts, columns)).astype(np.float32) * 0.1, "bf16")
 
 
 @pytest.mark.parametrize("case", PARAMS)
@@ -190,7 +151,6 @@ def test_down(case: Case) -> None:
 
 
 IN_ONE = (  # name, format, hidden, width, experts, top_k, renormalize, blocks, chunks in the ring
-    # those with as many blocks as experts route
     ("fp4", "fp4", 512, 256, 5, 2, True, 3, 4),  # tiles two by two; two batches
     ("fp4_window", "fp4", 256, 3072, 5, 4, True, 9, 5),  # activations of down through a window
     ("bf16", "bf16", 256, 128, 4, 3, False, 5, 4),
@@ -220,20 +180,15 @@ def test_both_in_one_kernel(case: tuple[Any, ...]) -> None:
     assert fitted is not None
     macros = {"HIDDEN": hidden, "WIDTH": width, "EXPERTS": experts, "TOP_K": top_k}
     macros |= {"RENORMALIZE": renormalize, "W_FORMAT": W_CODES[fmt]} | fitted.macros()
-    router = router_of(rng, experts, hidden)
-    if routed := blocks >= experts:
-        logits = linear_ref(rms_norm_ref(x, norm, EPS), router)
-    macros["ROUTED"] = routed
     function = kernel("experts", "experts", **macros)
     records = codes(interleaved(gate_up)), codes(down)
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
         residual = memory.writable(x)
         empty = memory.writable(np.full(top_k * width + 1, EMPTY, np.uint32).view(np.float32))
-        given = np.full((1, experts), EMPTY, np.uint32).view(np.float32) if routed else logits
         launch(
-            *(function, (blocks,), fitted.threads, residual, empty, memory.writable(given)),
-            *(memory.read_only(a) for a in (*records, router.codes, norm)),
+            *(function, (blocks,), fitted.threads, residual, empty),
+            *(memory.read_only(a) for a in (*records, logits, norm)),
             EPS,
             shared=fitted.shared,
             seed=seed,

@@ -51,4 +51,4 @@ def test_kernels_compile_under_their_names(weights: str, kv: str | tuple[str, st
         names.add(renamed)
     kv_name = "bf16_fp4" if isinstance(kv, tuple) else kv
     plain = {f"{op}_{weights}" for op in ("qkv", "output", "gate_up", "down", "lm_head")}
-    assert names == plain | {"embed", f"attention_{kv_name}"}
+    assert names == plain | {"embed", "route", f"attention_{kv_name}"}
