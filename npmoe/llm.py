@@ -209,7 +209,8 @@ class LLM:
             options.max_num_seqs,
             options.prefill_chunk,
             spec.longrope_switch,
-            cache.has_slots,
+            spec.delta_net is not None,
+            kv.windows is not None,
         )
         end_ids = {*self.config.eos_token_ids, *self._generation_end_ids}
         runner = Runner(model, cache, size)

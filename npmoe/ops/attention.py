@@ -277,7 +277,7 @@ def _attention_cpu(  # type: ignore[no-untyped-def]
         scores = np.empty((ratio, stop - start), np.float32)
         for kv in range(first_head, last_head):
             for j in range(start, stop):
-                if recent > 0 and (j < first or j >= stop - recent):
+                if j < first or j >= stop - recent:
                     i = j if j < first else first + (j - first) % ring
                     _decode_row(*k_copies, fp16, slot, kv, i, row)
                 else:
@@ -305,7 +305,7 @@ def _attention_cpu(  # type: ignore[no-untyped-def]
                     scores[h, j] /= np.float32(total)
                 out[t, kv * ratio + h, :] = 0
             for j in range(start, stop):
-                if recent > 0 and (j < first or j >= stop - recent):
+                if j < first or j >= stop - recent:
                     i = j if j < first else first + (j - first) % ring
                     _decode_row(*v_copies, fp16, slot, kv, i, row)
                 else:
