@@ -18,19 +18,23 @@ def token_bytes(spec: ModelSpec, config: KVCacheConfig) -> float:
     return spec.num_kv_layers * kv_bytes_per_token(config, spec.num_kv_heads, spec.head_dim)
 
 
-def copies_config(config: KVCacheConfig) -> KVCacheConfig:
+def copies_config(config: KVCacheConfig, windows: KVWindows) -> KVCacheConfig:
     """Of the pages of copies in a cache with windows."""
-    assert config.windows is not None
-    name = config.windows.format
+    name = windows.format
     return replace(config, key_format=name, value_format=name, windows=None)
+
+
+def window_bytes(spec: ModelSpec, config: KVCacheConfig, prefill_chunk: int) -> float:
+    """Bytes of the copies that one sequence has in the windows of all layers; 0 without windows."""
+    windows = config.windows
+    if windows is None:
+        return 0
+    return windows.tokens(prefill_chunk) * token_bytes(spec, copies_config(config, windows))
 
 
 def sequence_bytes(spec: ModelSpec, config: KVCacheConfig, prefill_chunk: int) -> float:
     """Bytes that one sequence takes beside its pages: recurrent states, and copies in windows."""
-    if config.windows is None:
-        return spec.state_bytes
-    tokens = config.windows.tokens(prefill_chunk)
-    return spec.state_bytes + tokens * token_bytes(spec, copies_config(config))
+    return spec.state_bytes + window_bytes(spec, config, prefill_chunk)
 
 
 def num_state_slots(max_num_seqs: int) -> int:
@@ -66,7 +70,9 @@ class ModelCache:
         windows = config.windows
         if windows is not None:
             sizes = num_slots, windows.tokens(prefill_chunk), heads, dim
-            self._copies = KVCache(spec.num_kv_layers, *sizes, copies_config(config), device)
+            self._copies = KVCache(
+                spec.num_kv_layers, *sizes, copies_config(config, windows), device
+            )
             self.pages = [
                 (_with_copies(k, k_copies, windows), _with_copies(v, v_copies, windows))
                 for (k, v), (k_copies, v_copies) in zip(
