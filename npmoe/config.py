@@ -425,7 +425,7 @@ WEIGHT_PARTS = ("experts", "mlp", "attention", "lm_head")
 
 KV_PRESETS = {"k8v4": "int8,fp4"}
 ROTATED, WINDOWS = "rotated", "windows"
-WINDOW_FORMATS = ("bf16", "fp8")
+WINDOW_FORMATS = ("fp32", "bf16", "fp8")
 
 
 @dataclass(frozen=True)

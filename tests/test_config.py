@@ -295,7 +295,7 @@ def test_group_sizes() -> None:
         ({"first": 1.5}, "first = 1.5"),
         ({"recent": 0}, "recent = 0: expected a whole number >= 1"),
         ({"recent": True}, "recent = True"),
-        ({"format": "fp4"}, "format = 'fp4': legal are bf16, fp8"),
+        ({"format": "fp4"}, "format = 'fp4': legal are fp32, bf16, fp8"),
     ],
     ids=str,
 )
