@@ -5,6 +5,7 @@ key is either used, known to be without effect on the computation, or an error t
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -425,6 +426,7 @@ WEIGHT_PARTS = ("experts", "mlp", "attention", "lm_head")
 
 KV_PRESETS = {"k8v4": "int8,fp4"}
 ROTATED, WINDOWS = "rotated", "windows"
+WINDOW_SIZES = re.compile(rf"{WINDOWS}=(\d+),(\d+)(?:,(\w+))?")
 WINDOW_FORMATS = ("fp32", "bf16", "fp8")
 
 
@@ -447,6 +449,21 @@ class KVWindows:
                 raise ValueError(f"{name} = {value!r}: expected a whole number >= {least}")
         if self.format not in WINDOW_FORMATS:
             raise ValueError(f"format = {self.format!r}: legal are {', '.join(WINDOW_FORMATS)}")
+
+    @classmethod
+    def parse(cls, option: str) -> "KVWindows | None":
+        """ "windows", or windows=FIRST,RECENT with ,FORMAT behind it or not; None: neither."""
+        sizes = WINDOW_SIZES.fullmatch(option)
+        if sizes is None:
+            return cls() if option == WINDOWS else None
+        return cls(int(sizes[1]), int(sizes[2]), sizes[3] or cls.format)
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        if self == KVWindows():
+            return WINDOWS
+        name = "" if self.format == KVWindows.format else f",{self.format}"
+        return f"{WINDOWS}={self.first},{self.recent}{name}"
 
     def tokens(self, prefill_chunk: int) -> int:
         """Tokens of a sequence that have a copy at the same time: the next queries, of which there
@@ -478,8 +495,9 @@ class KVCacheConfig:
 
     @classmethod
     def parse(cls, value: "str | tuple[str, str] | KVCacheConfig") -> "KVCacheConfig":
-        """A word for both, "k8v4", a pair (keys, values) or "K,V", any word with ":rotated",
-        ":windows" or both behind it, or with "+", which is both; or a KVCacheConfig as it is."""
+        """A word for both, "k8v4", a pair (keys, values) or "K,V"; any word with ":rotated" behind
+        it, then ":windows" as `KVWindows.parse` reads it, or with "+", which is both; or a
+        KVCacheConfig as it is."""
         if isinstance(value, KVCacheConfig):
             return value
         if isinstance(value, str):
@@ -487,25 +505,26 @@ class KVCacheConfig:
             if formats.endswith("+") and not options:
                 formats, options = formats[:-1], [ROTATED, WINDOWS]
             keys, comma, values = KV_PRESETS.get(formats, formats).partition(",")
-            if set(options) <= {ROTATED, WINDOWS}:
-                windows = KVWindows() if WINDOWS in options else None
-                rotated = ROTATED in options
+            rotated = options[:1] == [ROTATED]
+            windows = KVWindows.parse(options[-1]) if options else None
+            if len(options) == rotated + (windows is not None):
                 return cls(keys, values if comma else keys, rotated=rotated, windows=windows)
         elif isinstance(value, tuple | list) and len(value) == 2:
             return cls(*value)
         raise ValueError(
             f"kv_cache = {value!r}: pass a format ({', '.join((*KV_FORMATS, *KV_PRESETS))}), "
-            f"with :{ROTATED}, :{WINDOWS} or + (both) behind it or not, a pair (keys, values), or "
-            "a KVCacheConfig"
+            f"with :{ROTATED}, :{WINDOWS}, :{ROTATED}:{WINDOWS} or + (which is both) behind it or "
+            "not, a pair (keys, values), or a KVCacheConfig"
         )
 
     def __str__(self) -> str:
-        """As `parse` reads it, but for group_size and the sizes of windows."""
+        """As `parse` reads it, but for group_size."""
         keys, values = self.key_format, self.value_format
         formats = keys if keys == values else f"{keys},{values}"
-        if self.rotated and self.windows:
+        if self.rotated and self.windows == KVWindows():
             return f"{formats}+"
-        return formats + f":{ROTATED}" * self.rotated + f":{WINDOWS}" * (self.windows is not None)
+        options = [ROTATED] * self.rotated + ([str(self.windows)] if self.windows else [])
+        return ":".join([formats, *options])
 
 
 WeightsPolicy = dict[str, str]

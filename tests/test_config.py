@@ -262,6 +262,11 @@ def test_a_rope_that_is_not_implemented_is_named(scaling: Any, message: str) -> 
         ("fp4+", KVCacheConfig("fp4", "fp4", rotated=True, windows=KVWindows(16, 128, "bf16"))),
         ("fp4:rotated:windows", KVCacheConfig.parse("fp4+")),
         ("k8v4:windows", KVCacheConfig("int8", "fp4", windows=KVWindows())),
+        ("fp4:windows=0,64", KVCacheConfig("fp4", "fp4", windows=KVWindows(0, 64))),
+        (
+            "int4:rotated:windows=4,32,fp8",
+            KVCacheConfig("int4", "int4", rotated=True, windows=KVWindows(4, 32, "fp8")),
+        ),
     ],
 )
 def test_kv_cache_as_a_word_a_pair_or_a_config(value: Any, expected: KVCacheConfig) -> None:
@@ -275,6 +280,7 @@ def test_kv_cache_as_a_word_a_pair_or_a_config(value: Any, expected: KVCacheConf
     "value",
     [
         *["fp3", "fp4:turned", "fp4:", "+", "fp4++", "fp4+:windows", "fp4:rotated,windows"],
+        *["fp4:windows:rotated", "fp4:rotated:rotated", "fp4:windows=4", "fp4:windows=4,-1"],
         *[("fp4", "q8"), ("fp4",), 4, None, {"k": "fp4"}],
     ],
 )
@@ -307,6 +313,9 @@ def test_windows_that_cannot_be(windows: dict[str, Any], message: str) -> None:
 def test_words_for_kv_caches() -> None:
     assert str(KVCacheConfig.parse("fp4+")) == "fp4+"
     assert str(KVCacheConfig.parse("k8v4:windows")) == "int8,fp4:windows"
+    assert str(KVCacheConfig.parse("fp4:windows=16,128,bf16")) == "fp4:windows"
+    with pytest.raises(ValueError, match="recent = 0"):
+        KVCacheConfig.parse("fp4:windows=4,0")
     assert str(KVCacheConfig.parse("fp4:rotated")) == "fp4:rotated"
     assert KVWindows(16, 128).tokens(prefill_chunk=512) == 656
 
