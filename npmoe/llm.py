@@ -90,7 +90,7 @@ class LLM:
         max_seq_len: longest prompt + completion in tokens; None takes the model's own limit, or
         what memory_fraction of the free memory holds if that is less.
         max_num_seqs: sequences that run at once. page_size: tokens a page of the cache.
-        prefill_chunk: most prompt tokens of one step.
+        prefill_chunk: most prompt tokens of one step; windows have copies of as many tokens.
         ignore_config_keys: config.json keys that you know to have no effect.
         progress: bars and messages on standard error.
         nvtx: on a GPU, marks each step, layer and op as an NVTX range for a profiler; steps run
