@@ -46,24 +46,23 @@ def paged_attention_ref(
     out = np.empty_like(q)
     q = hadamard(q) if k_pages.rotated else q
     sinks = _no_sinks(q) if sinks is None else sinks
-    for s, length in enumerate(seq_lens):
+    for s, length in enumerate(map(int, seq_lens)):
         start, stop = int(cu_seqlens_q[s]), int(cu_seqlens_q[s + 1])
-        k, v = (read_kv_pages(p, block_table[s], int(length)) for p in (k_pages, v_pages))
-        keys, copies = np.arange(int(length)), k_pages.copies
+        k, v = (read_kv_pages(p, block_table[s], length) for p in (k_pages, v_pages))
+        keys, copies = np.arange(length), k_pages.copies
         if copies is not None:
-            assert state_slots is not None
-            copied = copies.reach(int(length) - stop + start, int(length))
+            assert state_slots is not None, "a cache with windows needs state slots"
+            copied = copies.reach(length - stop + start, length)
             keys = np.concatenate([keys, copied])
             k = _with_copies(k, k_pages, int(state_slots[s]), copied)
             v = _with_copies(v, v_pages, int(state_slots[s]), copied)
         for first in range(start, stop, QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, stop)
-            positions = np.arange(first, last) - stop + int(length)
+            positions = np.arange(first, last) - stop + length
             masked = _masked(positions, keys, window)
             if copies is not None:
-                served = copies.serves(positions, keys)
-                masked[:, : int(length)] |= served[:, : int(length)]
-                masked[:, int(length) :] |= ~served[:, int(length) :]
+                is_copy = np.arange(len(keys)) >= length
+                masked |= copies.serves(positions, keys) != is_copy
             out[first:last] = _mix(q[first:last], k, v, masked, scale, sinks)
     return hadamard(out) if v_pages.rotated else out
 
