@@ -9,7 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "npmoe.config": ("KVCacheConfig",),
+    "npmoe.config": ("KVCacheConfig", "KVWindows"),
     "npmoe.formats.kv_cache": tuple(
         f"{verb}_kv_cache_{name}"
         for verb in ("quantize", "dequantize")

@@ -1,6 +1,7 @@
 """What `npmoe` hands out, for type checkers; the module itself loads these at first use."""
 
 from npmoe.config import KVCacheConfig as KVCacheConfig
+from npmoe.config import KVWindows as KVWindows
 from npmoe.engine.output import Choice as Choice
 from npmoe.engine.output import Completion as Completion
 from npmoe.engine.output import Timings as Timings

@@ -181,7 +181,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         *("--kv-cache",),
         default="bf16",
         metavar="F",
-        help=f"one of {', '.join(KV_FORMATS)}, or two: K,V, or k8v4; :rotated may follow",
+        help=f"one of {', '.join(KV_FORMATS)}, or two: K,V, or k8v4; :rotated, :windows or + may "
+        "follow",
     )
     parser.add_argument("--max-seq-len", type=int, metavar="N", help="longest prompt + completion")
     parser.add_argument("--quiet", action="store_true", help="no messages on standard error")

@@ -5,6 +5,7 @@ key is either used, known to be without effect on the computation, or an error t
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -424,7 +425,50 @@ WEIGHT_PARTS = ("experts", "mlp", "attention", "lm_head")
 
 
 KV_PRESETS = {"k8v4": "int8,fp4"}
-ROTATED = "rotated"
+ROTATED, WINDOWS = "rotated", "windows"
+WINDOW_SIZES = re.compile(rf"{WINDOWS}=(\d+),(\d+)(?:,(\w+))?")
+WINDOW_FORMATS = ("fp32", "bf16", "fp8")
+
+
+@dataclass(frozen=True)
+class KVWindows:
+    """What a query reads at higher precision, whatever the cache's formats: the keys and values of
+    the `first` tokens of its sequence and of the `recent` ones, itself included.
+
+    Every token is quantised all the same; `format` is that of the copies beside it.
+    """
+
+    first: int = 16
+    recent: int = 128
+    format: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for name, least in (("first", 0), ("recent", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} = {value!r}: expected a whole number >= {least}")
+        if self.format not in WINDOW_FORMATS:
+            raise ValueError(f"format = {self.format!r}: legal are {', '.join(WINDOW_FORMATS)}")
+
+    @classmethod
+    def parse(cls, option: str) -> "KVWindows | None":
+        """ "windows", or windows=FIRST,RECENT with ,FORMAT behind it or not; None: neither."""
+        sizes = WINDOW_SIZES.fullmatch(option)
+        if sizes is None:
+            return cls() if option == WINDOWS else None
+        return cls(int(sizes[1]), int(sizes[2]), sizes[3] or cls.format)
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        if self == KVWindows():
+            return WINDOWS
+        name = "" if self.format == KVWindows.format else f",{self.format}"
+        return f"{WINDOWS}={self.first},{self.recent}{name}"
+
+    def tokens(self, prefill_chunk: int) -> int:
+        """Tokens of a sequence that have a copy at the same time: the next queries, of which there
+        are a chunk at most, reach no others."""
+        return self.first + self.recent + prefill_chunk
 
 
 @dataclass(frozen=True)
@@ -432,13 +476,15 @@ class KVCacheConfig:
     """Formats of the paged cache. Keys and values are independent.
 
     `group_size` elements along head_dim share one fp16 scale (8- and 4-bit formats only). rotated:
-    heads are multiplied by a Hadamard matrix before they are quantised, and results back.
+    heads are multiplied by a Hadamard matrix before they are quantised, and results back. windows:
+    what is read at higher precision; None: nothing.
     """
 
     key_format: str = "bf16"
     value_format: str = "bf16"
     group_size: int = 32
     rotated: bool = False
+    windows: KVWindows | None = None
 
     def __post_init__(self) -> None:
         for name in (self.key_format, self.value_format):
@@ -449,27 +495,36 @@ class KVCacheConfig:
 
     @classmethod
     def parse(cls, value: "str | tuple[str, str] | KVCacheConfig") -> "KVCacheConfig":
-        """A word for both, "k8v4", a pair (keys, values) or "K,V", any word with ":rotated" behind
-        it, or a KVCacheConfig as it is."""
+        """A word for both, "k8v4", a pair (keys, values) or "K,V"; any word with ":rotated" behind
+        it, then ":windows" as `KVWindows.parse` reads it, or with "+", which is both; or a
+        KVCacheConfig as it is."""
         if isinstance(value, KVCacheConfig):
             return value
         if isinstance(value, str):
-            formats, colon, option = value.partition(":")
+            formats, *options = value.split(":")
+            if formats.endswith("+") and not options:
+                formats, options = formats[:-1], [ROTATED, WINDOWS]
             keys, comma, values = KV_PRESETS.get(formats, formats).partition(",")
-            if not colon or option == ROTATED:
-                return cls(keys, values if comma else keys, rotated=bool(colon))
+            rotated = options[:1] == [ROTATED]
+            windows = KVWindows.parse(options[-1]) if options else None
+            if len(options) == rotated + (windows is not None):
+                return cls(keys, values if comma else keys, rotated=rotated, windows=windows)
         elif isinstance(value, tuple | list) and len(value) == 2:
             return cls(*value)
         raise ValueError(
             f"kv_cache = {value!r}: pass a format ({', '.join((*KV_FORMATS, *KV_PRESETS))}), "
-            f"with :{ROTATED} behind it or not, a pair (keys, values), or a KVCacheConfig"
+            f"with :{ROTATED}, :{WINDOWS}, :{ROTATED}:{WINDOWS} or + (which is both) behind it or "
+            "not, a pair (keys, values), or a KVCacheConfig"
         )
 
     def __str__(self) -> str:
         """As `parse` reads it, but for group_size."""
         keys, values = self.key_format, self.value_format
         formats = keys if keys == values else f"{keys},{values}"
-        return f"{formats}:{ROTATED}" if self.rotated else formats
+        if self.rotated and self.windows == KVWindows():
+            return f"{formats}+"
+        options = [ROTATED] * self.rotated + ([str(self.windows)] if self.windows else [])
+        return ":".join([formats, *options])
 
 
 WeightsPolicy = dict[str, str]

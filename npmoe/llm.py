@@ -32,7 +32,7 @@ from npmoe.errors import (
 )
 from npmoe.kv.pages import PageAllocator
 from npmoe.kv.storage import check_kv_format
-from npmoe.models.cache import ModelCache, num_state_slots, token_bytes
+from npmoe.models.cache import ModelCache, num_state_slots, sequence_bytes, token_bytes
 from npmoe.models.conversion import loaded_formats, part_formats
 from npmoe.models.gpu import GpuModel, check_gpu_support
 from npmoe.models.layers import CausalLM
@@ -90,7 +90,7 @@ class LLM:
         max_seq_len: longest prompt + completion in tokens; None takes the model's own limit, or
         what memory_fraction of the free memory holds if that is less.
         max_num_seqs: sequences that run at once. page_size: tokens a page of the cache.
-        prefill_chunk: most prompt tokens of one step.
+        prefill_chunk: most prompt tokens of one step; windows have copies of as many tokens.
         ignore_config_keys: config.json keys that you know to have no effect.
         progress: bars and messages on standard error.
         nvtx: on a GPU, marks each step, layer and op as an NVTX range for a profiler; steps run
@@ -171,7 +171,7 @@ class LLM:
                 table, last = np.zeros((1, 1), np.int32), span[-1:]
                 variant = None if self.spec.longrope_switch is None else span * 0
                 ids = span % self.config.vocab_size
-                slots = None if self.spec.delta_net is None else table[0]
+                slots = table[0] if cache.has_slots else None
                 batch = Batch(ids, span, span, ends, length, table, last, variant, slots)
                 model.forward(batch, cache.layers)
         finally:
@@ -180,7 +180,7 @@ class LLM:
     def _make_engine(self, model: CausalLM | GpuModel, options: EngineConfig) -> Engine:
         spec, kv, size = self.spec, options.kv_cache, options.page_size
         per_token, slots = token_bytes(spec, kv), num_state_slots(options.max_num_seqs)
-        free = free_memory(self.device) - slots * spec.state_bytes
+        free = free_memory(self.device) - slots * sequence_bytes(spec, kv, options.prefill_chunk)
         fitting = max(0, int(options.memory_fraction * free / (per_token * size)))
         wanted = options.max_seq_len or self.config.max_position_embeddings
         if fitting * size < wanted and (options.max_seq_len is not None or fitting == 0):
@@ -194,7 +194,8 @@ class LLM:
         pages_each = math.ceil(self.max_seq_len / size)
         num_pages = min(options.max_num_seqs * pages_each, fitting)
         scratch_pages = 1 if isinstance(model, GpuModel) else 0
-        cache = ModelCache(spec, num_pages + scratch_pages, size, kv, slots, self.device)
+        pages = num_pages + scratch_pages
+        cache = ModelCache(spec, pages, size, kv, slots, self.device, options.prefill_chunk)
         if isinstance(model, GpuModel):
             model.bind(cache.pages, pages_each, options.max_num_seqs, self._nvtx)
         short = "" if self.max_seq_len == wanted else f" (the model allows {wanted:,})"
@@ -209,6 +210,7 @@ class LLM:
             options.prefill_chunk,
             spec.longrope_switch,
             spec.delta_net is not None,
+            kv.windows is not None,
         )
         end_ids = {*self.config.eos_token_ids, *self._generation_end_ids}
         runner = Runner(model, cache, size)

@@ -1,6 +1,7 @@
 """What tests share: comparing, small random data, safetensors by hand, and running a model."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,13 @@ def golden_model(name: str) -> CausalLM:
 class Session:
     """Sequences of one model in one KV cache, pages handed out in a shuffled order."""
 
-    def __init__(self, model: CausalLM, kv: str = "fp32", num_pages: int = 48) -> None:
+    def __init__(
+        self, model: CausalLM, kv: str | KVCacheConfig = "fp32", num_pages: int = 48
+    ) -> None:
         spec = model.spec
         dims = key_value_dims(spec.head_dim)
         group_size = 32 if all(d % 32 == 0 for d in dims) else 16
-        config = KVCacheConfig(kv, kv, group_size)
+        config = replace(KVCacheConfig.parse(kv), group_size=group_size)
         self.model = model
         self.cache = ModelCache(spec, num_pages, PAGE_SIZE, config, num_slots=SLOTS).layers
         self._slots: dict[str, int] = {}
@@ -142,7 +145,9 @@ class Session:
         return dict(zip(new, np.split(logits, edges[1:-1]), strict=True))
 
 
-def logits_in_chunks(model: CausalLM, ids: np.ndarray, chunk: int, kv: str = "fp32") -> np.ndarray:
+def logits_in_chunks(
+    model: CausalLM, ids: np.ndarray, chunk: int, kv: str | KVCacheConfig = "fp32"
+) -> np.ndarray:
     """Logits of every position, with `chunk` tokens a step."""
     session = Session(model, kv)
     switch = model.spec.longrope_switch

@@ -1,6 +1,7 @@
 """Reading config.json strictly, and what users ask of the engine."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from npmoe.config import (
     ConfigReader,
     EngineConfig,
     KVCacheConfig,
+    KVWindows,
     RopeConfig,
     parse_weights,
     read_rope,
@@ -257,15 +259,30 @@ def test_a_rope_that_is_not_implemented_is_named(scaling: Any, message: str) -> 
         ("k8v4", KVCacheConfig("int8", "fp4")),
         ("fp4:rotated", KVCacheConfig("fp4", "fp4", rotated=True)),
         ("bf16,int4:rotated", KVCacheConfig("bf16", "int4", rotated=True)),
+        ("fp4+", KVCacheConfig("fp4", "fp4", rotated=True, windows=KVWindows(16, 128, "bf16"))),
+        ("fp4:rotated:windows", KVCacheConfig.parse("fp4+")),
+        ("k8v4:windows", KVCacheConfig("int8", "fp4", windows=KVWindows())),
+        ("fp4:windows=0,64", KVCacheConfig("fp4", "fp4", windows=KVWindows(0, 64))),
+        (
+            "int4:rotated:windows=4,32,fp8",
+            KVCacheConfig("int4", "int4", rotated=True, windows=KVWindows(4, 32, "fp8")),
+        ),
     ],
 )
 def test_kv_cache_as_a_word_a_pair_or_a_config(value: Any, expected: KVCacheConfig) -> None:
     assert KVCacheConfig.parse(value) == expected
-    assert str(expected).partition(":")[1] == (":" if expected.rotated else "")
+    assert KVCacheConfig.parse(str(replace(expected, group_size=32))) == replace(
+        expected, group_size=32
+    )
 
 
 @pytest.mark.parametrize(
-    "value", ["fp3", "fp4:turned", "fp4:", ("fp4", "q8"), ("fp4",), 4, None, {"k": "fp4"}]
+    "value",
+    [
+        *["fp3", "fp4:turned", "fp4:", "+", "fp4++", "fp4+:windows", "fp4:rotated,windows"],
+        *["fp4:windows:rotated", "fp4:rotated:rotated", "fp4:windows=4", "fp4:windows=4,-1"],
+        *[("fp4", "q8"), ("fp4",), 4, None, {"k": "fp4"}],
+    ],
 )
 def test_other_kv_caches_are_refused_with_the_legal_formats(value: Any) -> None:
     with pytest.raises(ValueError, match=r"kv_cache = .*int4_asym"):
@@ -275,6 +292,32 @@ def test_other_kv_caches_are_refused_with_the_legal_formats(value: Any) -> None:
 def test_group_sizes() -> None:
     with pytest.raises(ValueError, match="group_size = 8: legal values are 16, 32, 64, 128"):
         KVCacheConfig(group_size=8)
+
+
+@pytest.mark.parametrize(
+    ("windows", "message"),
+    [
+        ({"first": -1}, "first = -1: expected a whole number >= 0"),
+        ({"first": 1.5}, "first = 1.5"),
+        ({"recent": 0}, "recent = 0: expected a whole number >= 1"),
+        ({"recent": True}, "recent = True"),
+        ({"format": "fp4"}, "format = 'fp4': legal are fp32, bf16, fp8"),
+    ],
+    ids=str,
+)
+def test_windows_that_cannot_be(windows: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVWindows(**windows)
+
+
+def test_words_for_kv_caches() -> None:
+    assert str(KVCacheConfig.parse("fp4+")) == "fp4+"
+    assert str(KVCacheConfig.parse("k8v4:windows")) == "int8,fp4:windows"
+    assert str(KVCacheConfig.parse("fp4:windows=16,128,bf16")) == "fp4:windows"
+    with pytest.raises(ValueError, match="recent = 0"):
+        KVCacheConfig.parse("fp4:windows=4,0")
+    assert str(KVCacheConfig.parse("fp4:rotated")) == "fp4:rotated"
+    assert KVWindows(16, 128).tokens(prefill_chunk=512) == 656
 
 
 def test_weights_policy() -> None:

@@ -618,7 +618,7 @@ def rms_error(got: np.ndarray, want: np.ndarray) -> float:
     "kv_cache",
     [
         *["fp32", "bf16", "fp8", "int8", "int4", "int4_asym", "fp4", ("fp8", "fp4")],
-        *["k8v4", "fp32:rotated", "int4:rotated"],
+        *["k8v4", "fp32:rotated", "int4:rotated", "fp4+"],
         npmoe.KVCacheConfig("int8", "int4", group_size=16),
     ],
     ids=str,

@@ -84,6 +84,8 @@ def check_subject(
     """
     if subject.spec.delta_net is not None:
         raise UnsupportedModel(f"{subject.name}: npmoe bench does not measure recurrent states yet")
+    if kv.windows is not None:
+        raise UnsupportedModel(f"kv_cache {kv}: npmoe bench does not measure windows yet")
     check_kv_format(kv, subject.spec.head_dim)
     if device == "cuda":
         check_gpu_support(subject.spec, subject.native, policy, kv)

@@ -106,7 +106,7 @@ class Engine:
                 self._step()
             except BaseException:
                 self._pipeline.clear()
-                if self.scheduler.recurrent:  # states may hold tokens that were not recorded
+                if self.scheduler.has_slots:  # they may hold tokens that were not recorded
                     self.scheduler.reset(self._owner)
                 raise
 

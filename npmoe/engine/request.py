@@ -15,7 +15,7 @@ class Sequence:
     stream: which of the n completions (also keys the random numbers). sealed_keys: prefix keys of
     the full pages. long_rope: whether keys are turned by longrope's long factors. num_forks:
     completions still to be split off when the prompt is done. state_slot: where the recurrent
-    states of num_computed tokens are; None while it does not run.
+    states of num_computed tokens are, and copies of them; None while it does not run.
     """
 
     token_ids: list[int]

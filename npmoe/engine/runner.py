@@ -57,7 +57,7 @@ class Runner:
         if self.model.spec.longrope_switch is not None:
             variant = np.repeat([int(w.sequence.long_rope) for w in works], counts)
         state_slots = None
-        if self.model.spec.delta_net is not None:
+        if self.cache.has_slots:
             state_slots = np.asarray([w.sequence.state_slot for w in works], np.int32)
         return Batch(
             input_ids=input_ids.astype(np.int32),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from npmoe.engine.request import Sequence
 from npmoe.kv.pages import PageAllocator, prefix_key
+from npmoe.kv.slots import StateSlots
 
 
 @dataclass(frozen=True)
@@ -35,22 +36,29 @@ class Scheduler:
         prefill_chunk: int,
         longrope_switch: int | None = None,
         recurrent: bool = False,
+        windows: bool = False,
     ) -> None:
         """longrope_switch: a sequence that grows past this length is recomputed, since its rotary
         frequencies change; None where they never do. recurrent: the model also keeps states, which
-        pages do not hold, so that no prefix is taken over."""
+        pages do not hold, so that no prefix is taken over. windows: beside the pages there are
+        copies of a window: a prefix is taken over as far as a free slot holds its window."""
         self.allocator = allocator
-        self.recurrent = recurrent
+        self.recurrent, self.windows = recurrent, windows
         self.max_num_seqs = max_num_seqs
         self.prefill_chunk = prefill_chunk
         self.longrope_switch = longrope_switch
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._free_slots = self._all_slots()
+        self.slots = self._all_slots()
 
-    def _all_slots(self) -> list[int]:
-        """State slots: for the running sequences, and for one outside the queues."""
-        return list(range(self.max_num_seqs, -1, -1))
+    def _all_slots(self) -> StateSlots:
+        """For the running sequences, and for one outside the queues."""
+        return StateSlots(self.max_num_seqs + 1, self.allocator.page_size, self.prefill_chunk)
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether a sequence keeps something beside its pages."""
+        return self.recurrent or self.windows
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence."""
@@ -73,14 +81,14 @@ class Scheduler:
                 budget -= 0 if decoding else count
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
-            self._match_prefix(sequence)
+            slot = self._match_prefix(sequence)
             count = min(sequence.num_pending, budget)
             pages = self.allocator.allocate(self._missing_pages(sequence, count))
             if pages is None:
                 self._release(sequence)
                 break
             sequence.pages += pages
-            sequence.state_slot = self._free_slots.pop()
+            sequence.state_slot = self.slots.take(slot)
             self.running.append(self.waiting.popleft())
             works.append(Work(sequence, count))
             budget -= count
@@ -115,7 +123,9 @@ class Scheduler:
         child.pages = parent.pages[:full] + fresh
         child.sealed_keys = parent.sealed_keys[:full]
         child.num_computed, child.long_rope = parent.num_computed, parent.long_rope
-        child.state_slot = self._free_slots.pop()
+        assert parent.state_slot is not None
+        child.state_slot = self.slots.take()
+        self.slots.copied(parent.state_slot, child.state_slot)
         self.running.append(child)
         return (parent.pages[full], fresh[0]) if partial else None
 
@@ -132,7 +142,7 @@ class Scheduler:
         interrupted step has left."""
         self.allocator = PageAllocator(self.allocator.num_pages, self.allocator.page_size)
         self.running, self.waiting = [], deque(sequences)
-        self._free_slots = self._all_slots()
+        self.slots = self._all_slots()
         for s in self.waiting:
             s.pages, s.sealed_keys, s.num_computed, s.state_slot = [], [], 0, None
 
@@ -150,7 +160,7 @@ class Scheduler:
         while (pages := self.allocator.allocate(needed)) is None:
             self.preempt(self.running[-1])
         sequence.pages += pages
-        sequence.state_slot = self._free_slots.pop()
+        sequence.state_slot = self.slots.take()
 
     def grow_ahead(self, sequences: list[Sequence]) -> bool:
         """Gives decoding sequences room for one token more than their next; False, and nothing has
@@ -183,22 +193,29 @@ class Scheduler:
         total = -(-(sequence.num_computed + count) // self.allocator.page_size)
         return max(0, total - len(sequence.pages))
 
-    def _match_prefix(self, sequence: Sequence) -> None:
-        """Takes over cached pages of the same beginning; the last token is always computed."""
+    def _match_prefix(self, sequence: Sequence) -> int | None:
+        """Takes over cached pages of the same beginning; the last token is always computed. The
+        slot that has their window, where there are windows and such a slot."""
         sequence.long_rope = self.is_long(sequence)
         if self.recurrent:
-            return
+            return None
         if sequence.params.prompt_logprobs is not None and not sequence.output_ids:
-            return
+            return None
         size = self.allocator.page_size
         keys: list[bytes] = []
         parent = self._root(sequence)
         for start in range(0, (len(sequence.token_ids) - 1) // size * size, size):
             parent = prefix_key(parent, sequence.token_ids[start : start + size])
             keys.append(parent)
+        slot = None
         sequence.pages = self.allocator.match(keys)
+        if self.windows:
+            slot, count = self.slots.match(keys[: len(sequence.pages)])
+            self.allocator.release(sequence.pages[count:])
+            del sequence.pages[count:]
         sequence.sealed_keys = keys[: len(sequence.pages)]
         sequence.num_computed = len(sequence.pages) * size
+        return slot
 
     def _parent(self, sequence: Sequence) -> bytes:
         return sequence.sealed_keys[-1] if sequence.sealed_keys else self._root(sequence)
@@ -208,7 +225,8 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.allocator.release(sequence.pages)
-        sequence.pages, sequence.sealed_keys, sequence.num_computed = [], [], 0
         if sequence.state_slot is not None:
-            self._free_slots.append(sequence.state_slot)
-            sequence.state_slot = None
+            keys = sequence.sealed_keys if self.windows else ()
+            self.slots.release(sequence.state_slot, keys, sequence.num_computed)
+        sequence.pages, sequence.sealed_keys, sequence.num_computed = [], [], 0
+        sequence.state_slot = None

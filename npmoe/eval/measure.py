@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from npmoe.config import KV_FORMATS, KVCacheConfig, WeightsPolicy
+from npmoe.config import KV_FORMATS, EngineConfig, KVCacheConfig, WeightsPolicy
 from npmoe.errors import TokenizerError
 from npmoe.eval.distributions import Tally, bucket_edges, summary
 from npmoe.eval.losses import measure_losses
@@ -14,7 +14,7 @@ from npmoe.eval.passkey import measure_passkey
 from npmoe.eval.text import TokenizedText, decoded_bytes, read_text
 from npmoe.kv.storage import check_kv_format
 from npmoe.llm import LLM
-from npmoe.models.cache import token_bytes
+from npmoe.models.cache import token_bytes, window_bytes
 from npmoe.models.stored import OpenModel, open_model
 from npmoe.tokenizer import Tokenizer
 
@@ -150,6 +150,7 @@ def evaluate(evaluation: Evaluation) -> dict[str, Any]:
             {
                 "kv_cache": name,
                 "bytes_per_token": token_bytes(spec, config),
+                "bytes_per_sequence": window_bytes(spec, config, EngineConfig.prefill_chunk),
                 "overall": summary(tally.sums.sum(axis=0), total),
                 "buckets": _buckets(tally, bytes_by_bucket),
                 "passkey": found,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from npmoe.dtypes import gigabytes
 from npmoe.eval.plot import scatter_svg
 
 HEADINGS = ("KV cache", "bytes/token", "position", "perplexity", "bits/byte", "KL, nats", "top-1")
@@ -18,6 +19,7 @@ def describe_evaluation(record: dict[str, Any]) -> str:
         f"KL divergence from, and top-1 agreement with, the {r['reference']} cache",
         "",
         *_table([HEADINGS, *(row for cache in r["caches"] for row in _loss_rows(cache))]),
+        *(_copies(cache) for cache in r["caches"] if cache["bytes_per_sequence"]),
     ]
     asked = r["caches"][0]["passkey"]
     if asked:
@@ -55,6 +57,11 @@ def _row(losses: dict[str, Any]) -> tuple[str, ...]:
         f"{losses['kl_nats']:.2e}",
         f"{losses['top1_agreement']:.2%}",
     )
+
+
+def _copies(cache: dict[str, Any]) -> str:
+    """What a cache with windows takes besides."""
+    return f"{cache['kv_cache']}: and copies of {gigabytes(cache['bytes_per_sequence'])} a sequence"
 
 
 def _passkey_row(cache: dict[str, Any]) -> tuple[str, ...]:

@@ -85,6 +85,11 @@ class KVCache:
 
 def check_kv_format(config: KVCacheConfig, head_dim: HeadDims) -> None:
     """Raises UnsupportedModel for a format that head_dim cannot hold."""
+    if config.windows is not None and not isinstance(head_dim, int):
+        raise UnsupportedModel(
+            f"kv_cache {config}: a cache of latents (multi-head latent attention) has no windows; "
+            "leave + or :windows away"
+        )
     if config.rotated and not isinstance(head_dim, int):
         raise UnsupportedModel(
             f"kv_cache {config}: a cache of latents (multi-head latent attention) has no heads to "

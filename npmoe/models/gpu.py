@@ -71,6 +71,11 @@ def check_gpu_support(
                 f"no GPU kernel reads {target} weights ({part}); choose one of "
                 f"{', '.join(RECORDS)} with weights={{{part!r}: ...}}, or use device='cpu'"
             )
+    if kv.windows is not None:
+        raise UnsupportedModel(
+            f"kv_cache {kv} has no GPU kernel yet, since none reads windows; take a format without "
+            "them, or use device='cpu'"
+        )
     if kv.rotated:
         raise UnsupportedModel(
             f"kv_cache {kv} has no GPU kernel yet; leave :rotated away, or use device='cpu'"

@@ -8,7 +8,7 @@ import numpy as np
 from npmoe.batch import Batch
 from npmoe.dtypes import Array
 from npmoe.kv.states import RecurrentState
-from npmoe.models.cache import LayerCache
+from npmoe.models.cache import LayerCache, with_copy_slots
 from npmoe.models.delta_net import add_delta_net
 from npmoe.models.specs import (
     AttentionSpec,
@@ -135,10 +135,11 @@ class DecoderLayer:
         arguments = normed, weights, self.eps, *rotary, *pages, batch.slot_mapping
         gates = None
         if attention.output_gate:
-            q, gates = gated_qkv(*arguments)
+            q, gates = gated_qkv(*arguments, copy_slots=batch.copy_slots)
         else:
             norm_after_rotary = attention.qk_norm == "rotated"
-            q = qkv(*arguments, attention.clip, attention.interleaved, norm_after_rotary)
+            changes = attention.clip, attention.interleaved, norm_after_rotary
+            q = qkv(*arguments, *changes, batch.copy_slots)
         attended = paged_attention(
             q,
             *pages,
@@ -148,6 +149,7 @@ class DecoderLayer:
             attention.scale,
             attention.window,
             w.get("sinks"),
+            batch.state_slots,
         )
         if gates is not None:
             attended *= sigmoid(gates)
@@ -228,6 +230,7 @@ class CausalLM:
     def forward(self, batch: Batch, cache: Sequence[LayerCache]) -> Array:
         """Logits float32 `[R, vocab]` of batch.logits_rows; writes K and V of every token, and
         brings recurrent states up to it."""
+        batch = with_copy_slots(batch, cache)
         x = embed(self.weights["embed_tokens"], batch.input_ids)
         x *= np.float32(self.spec.embedding_scale)
         cos, sin = rope_cos_sin(

@@ -10,7 +10,7 @@ from npmoe.dtypes import gigabytes
 from npmoe.errors import OutOfMemory, UnsupportedModel
 from npmoe.formats.fragments import RECORD_BYTES, RECORDS
 from npmoe.kv.storage import check_kv_format
-from npmoe.models.cache import num_state_slots, token_bytes
+from npmoe.models.cache import num_state_slots, sequence_bytes, token_bytes
 from npmoe.models.conversion import format_bytes, group_as, loaded_formats, running_bytes
 from npmoe.models.decode import KV_CODES
 from npmoe.models.gpu import prepared_bytes
@@ -52,15 +52,17 @@ def need_of(
     kv_cache: KVCacheConfig,
     device: str,
     max_num_seqs: int = EngineConfig.max_num_seqs,
+    prefill_chunk: int = EngineConfig.prefill_chunk,
 ) -> Need:
-    """What the model takes with recurrent states, where it has any, for so many sequences.
+    """What the model takes with recurrent states and copies in windows, where it has any, for so
+    many sequences.
 
     Raises UnsupportedModel and ValueError for formats that the model cannot have.
     """
     spec = opened.spec
     check_kv_format(kv_cache, spec.head_dim)
     token = token_bytes(spec, kv_cache)
-    states = num_state_slots(max_num_seqs) * spec.state_bytes
+    states = num_state_slots(max_num_seqs) * sequence_bytes(spec, kv_cache, prefill_chunk)
     weights = _weight_bytes(opened, policy, device)
     if device == "cpu":
         return Need(weights, 0, states, token)
@@ -90,7 +92,9 @@ def check_memory(
     """Raises OutOfMemory where the weights and the cache that the options ask for do not fit what
     is free, with the settings that would."""
     free, fraction = free_memory(device), options.memory_fraction
-    need = need_of(opened, policy, options.kv_cache, device, options.max_num_seqs)
+    need = need_of(
+        opened, policy, options.kv_cache, device, options.max_num_seqs, options.prefill_chunk
+    )
     wanted = options.max_seq_len or options.page_size
     if need.tokens(free, fraction) >= wanted:
         return
@@ -148,9 +152,10 @@ def _settings(
             changed = policy if weight is None else parse_weights(weight)
             kv = options.kv_cache
             if cache is not None:
-                kv = replace(kv, key_format=cache, value_format=cache)
+                kv = replace(kv, key_format=cache, value_format=cache, windows=None)
             words = [f"weights='{weight}'"] * (weight is not None)
             words += [f"kv_cache='{cache}'"] * (cache is not None)
             with suppress(UnsupportedModel, ValueError):  # this model cannot have it
-                need = need_of(opened, changed, kv, device, options.max_num_seqs)
+                sizes = options.max_num_seqs, options.prefill_chunk
+                need = need_of(opened, changed, kv, device, *sizes)
                 yield _Setting(tuple(words), need)

@@ -3,12 +3,12 @@
 import math
 from dataclasses import dataclass
 
-from npmoe.config import KV_FORMATS, WEIGHT_PARTS, KVCacheConfig
+from npmoe.config import KV_FORMATS, WEIGHT_PARTS, EngineConfig, KVCacheConfig
 from npmoe.dtypes import gigabytes
 from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import RECORDS
 from npmoe.kv.storage import check_kv_format
-from npmoe.models.cache import token_bytes
+from npmoe.models.cache import token_bytes, window_bytes
 from npmoe.models.conversion import format_bytes, group_as, running_bytes
 from npmoe.models.gpu import prepared_bytes
 from npmoe.models.parameters import TABLE, VECTOR, Parameter
@@ -54,8 +54,9 @@ class ModelSummary:
     the cache holds of a token for all heads. formats (for people), stored_bytes: by part.
     read_bytes: weight format -> bytes that one decoded token reads (one row of the embedding);
     "stored" is the checkpoint's own. kv_bytes: cache format -> bytes of one token in all layers.
-    state_bytes: recurrent states of one sequence. A format that the model's shapes cannot take is
-    left out.
+    state_bytes: recurrent states of one sequence. window_bytes: copies of one sequence in the
+    cache "fp4+", with prompts in chunks of the usual size. A format that the model's shapes cannot
+    take is left out; window_bytes is 0 then.
     """
 
     path: str
@@ -79,6 +80,7 @@ class ModelSummary:
     read_bytes: dict[str, float]
     kv_bytes: dict[str, float]
     state_bytes: int
+    window_bytes: float
     fits: list[Fit]
 
 
@@ -112,6 +114,7 @@ def summarize(opened: OpenModel, memories: list[Memory]) -> ModelSummary:
         read_bytes=_present({w: read_bytes(opened, w) for w in (STORED, *COMPARED_FORMATS)}),
         kv_bytes=kv_bytes,
         state_bytes=spec.state_bytes,
+        window_bytes=_window_bytes(spec),
         fits=_fits(opened, memories, kv_bytes),
     )
 
@@ -193,6 +196,15 @@ def _kv_bytes(opened: OpenModel) -> dict[str, float]:
     return found
 
 
+def _window_bytes(spec: ModelSpec) -> float:
+    plus = KVCacheConfig.parse("fp4+")
+    try:
+        check_kv_format(plus, spec.head_dim)
+    except UnsupportedModel:
+        return 0
+    return window_bytes(spec, plus, EngineConfig.prefill_chunk)
+
+
 def _fits(opened: OpenModel, memories: list[Memory], kv_bytes: dict[str, float]) -> list[Fit]:
     taken = {}
     for cpu in {memory.cpu for memory in memories}:
@@ -247,6 +259,11 @@ def describe(summary: ModelSummary) -> str:
         *(
             [f"recurrent states for each sequence: {gigabytes(s.state_bytes)}"]
             if s.state_bytes
+            else []
+        ),
+        *(
+            [f"copies for each sequence in a cache of fp4+: {gigabytes(s.window_bytes)}"]
+            if s.window_bytes
             else []
         ),
         "",

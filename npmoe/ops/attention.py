@@ -4,7 +4,8 @@ out[t, h] = sum_j softmax_j(scale * q[t, h] . k[j, h // ratio]) v[j, h // ratio]
 
 over the cached positions j <= position of t, and j > position - window where there is a window.
 A sink is one more score of its query head in the softmax, with no value behind it (gpt_oss).
-The current token's key and value are read from the cache too, quantised like all others.
+The current token's key and value are read from the cache too, quantised like all others. Pages with
+copies are read there at positions that the copies serve (`KVCopies`), and nowhere else.
 """
 
 from functools import partial
@@ -16,7 +17,7 @@ from npmoe.formats.floats import FP16_VALUES
 from npmoe.formats.hadamard import hadamard
 from npmoe.formats.minifloat import E2M1_VALUES, E4M3_VALUES
 from npmoe.ops.linear import FEW_TOKENS
-from npmoe.ops.quantize import KVPages, read_kv_pages
+from npmoe.ops.quantize import KVPages, read_kv_copies, read_kv_pages
 from npmoe.runtime.device import jit, parallel_ranges
 
 QUERY_BLOCK = 128
@@ -32,30 +33,56 @@ def paged_attention_ref(
     scale: float,
     window: int | None = None,
     sinks: Array | None = None,
+    state_slots: Array | None = None,
 ) -> Array:
     """The definition.
 
     q float32 `[T, num_heads, D]`, ragged: sequence s owns the rows from cu_seqlens_q[s] to
     cu_seqlens_q[s + 1], which are its last positions, up to seq_lens[s] - 1. block_table int32
     `[S, max_pages]`, seq_lens int32 `[S]` counts cached and new tokens. sinks float32
-    `[num_heads]`. -> float32 like q.
+    `[num_heads]`. state_slots int32 `[S]`: where a sequence's copies are, if there are any.
+    -> float32 like q.
     """
     out = np.empty_like(q)
     q = hadamard(q) if k_pages.rotated else q
     sinks = _no_sinks(q) if sinks is None else sinks
-    for s, length in enumerate(seq_lens):
+    for s, length in enumerate(map(int, seq_lens)):
         start, stop = int(cu_seqlens_q[s]), int(cu_seqlens_q[s + 1])
-        k = read_kv_pages(k_pages, block_table[s], int(length))
-        v = read_kv_pages(v_pages, block_table[s], int(length))
+        k, v = (read_kv_pages(p, block_table[s], length) for p in (k_pages, v_pages))
+        keys, copies = np.arange(length), k_pages.copies
+        if copies is not None:
+            assert state_slots is not None, "a cache with windows needs state slots"
+            copied = copies.reach(length - stop + start, length)
+            keys = np.concatenate([keys, copied])
+            k = _with_copies(k, k_pages, int(state_slots[s]), copied)
+            v = _with_copies(v, v_pages, int(state_slots[s]), copied)
         for first in range(start, stop, QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, stop)
-            positions = np.arange(first, last) - stop + int(length)
-            out[first:last] = attend(q[first:last], k, v, positions, scale, window, sinks)
+            positions = np.arange(first, last) - stop + length
+            masked = _masked(positions, keys, window)
+            if copies is not None:
+                is_copy = np.arange(len(keys)) >= length
+                masked |= copies.serves(positions, keys) != is_copy
+            out[first:last] = _mix(q[first:last], k, v, masked, scale, sinks)
     return hadamard(out) if v_pages.rotated else out
 
 
 def _no_sinks(q: Array) -> Array:
     return np.full(q.shape[1], -np.inf, np.float32)
+
+
+def _with_copies(x: Array, pages: KVPages, state_slot: int, positions: Array) -> Array:
+    """x `[L, heads, D]` as all tokens are cached, and behind it the copies of some."""
+    assert pages.copies is not None
+    return np.concatenate([x, read_kv_copies(pages.copies, state_slot, positions)])
+
+
+def _masked(positions: Array, keys: Array, window: int | None) -> Array:
+    """Whether a query does not see a key: positions `[T]`, keys `[L]` -> bool `[T, L]`."""
+    masked = keys > positions[:, None]
+    if window is not None:
+        masked |= keys <= positions[:, None] - window
+    return masked
 
 
 def attend(
@@ -69,15 +96,16 @@ def attend(
 ) -> Array:
     """One sequence, from arrays: q `[T, heads, D]` at positions `[T]` against k `[L, kv_heads, D]`
     and v `[L, kv_heads, V]` -> `[T, heads, V]`, all float32."""
-    sinks = _no_sinks(q) if sinks is None else sinks
+    masked = _masked(positions, np.arange(k.shape[0]), window)
+    return _mix(q, k, v, masked, scale, _no_sinks(q) if sinks is None else sinks)
+
+
+def _mix(q: Array, k: Array, v: Array, masked: Array, scale: float, sinks: Array) -> Array:
+    """`attend` with masked bool `[T, L]` for the keys that a query does not see."""
     num_tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.reshape(num_tokens, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)
     scores = grouped @ k.transpose(1, 2, 0)[:, None] * np.float32(scale)  # [kv, ratio, T, L]
-    keys = np.arange(k.shape[0])
-    masked = keys > positions[:, None]
-    if window is not None:
-        masked |= keys <= positions[:, None] - window
     scores = np.where(masked, np.float32(-np.inf), scores)
     sink = sinks.reshape(kv_heads, -1, 1, 1)
     top = np.maximum(scores.max(axis=-1, keepdims=True), sink)
@@ -97,6 +125,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     sinks: Array | None = None,
+    state_slots: Array | None = None,
 ) -> Array:
     """See `paged_attention_ref`. Few queries run compiled, straight from the pages."""
     out = np.empty_like(q)
@@ -107,8 +136,9 @@ def paged_attention(
         if stop - start > FEW_TOKENS:
             ragged = np.array([0, stop - start]), seq_lens[s : s + 1]
             table = block_table[s : s + 1]
+            slots = None if state_slots is None else state_slots[s : s + 1]
             out[start:stop] = paged_attention_ref(
-                rows, k_pages, v_pages, table, *ragged, scale, window, sinks
+                rows, k_pages, v_pages, table, *ragged, scale, window, sinks, slots
             )
             continue
         rows = hadamard(rows) if k_pages.rotated else np.ascontiguousarray(rows)
@@ -117,6 +147,7 @@ def paged_attention(
         reach = min(int(length), window or int(length))
         arguments = (
             *(rows, *_decoder(k_pages), *_decoder(v_pages), FP16_VALUES),
+            *_copies(k_pages, v_pages, -1 if state_slots is None else int(state_slots[s])),
             *(block_table[s], position, np.float32(scale), window or 0, sinks, mixed),
         )
         run = partial(_attention_cpu, *arguments)
@@ -134,6 +165,7 @@ _CODE_VALUES = {
     "fp4": E2M1_VALUES,
 }
 _NONE = np.zeros((1, 1, 1, 1), np.uint8)
+_NO_COPIES = _NONE.astype(np.uint16), _NONE.astype(np.uint16), _NONE, E2M1_VALUES, _KINDS["bf16"]
 
 
 def _decoder(pages: KVPages) -> tuple:
@@ -145,6 +177,15 @@ def _decoder(pages: KVPages) -> tuple:
     zeros = _NONE if pages.zeros is None else pages.zeros
     table = _CODE_VALUES.get(pages.format, E2M1_VALUES)
     return pages.codes, scales, zeros, table, _KINDS[pages.format]
+
+
+def _copies(k_pages: KVPages, v_pages: KVPages, state_slot: int) -> tuple:
+    """Decoders of the copies of K and of V, their page, first and recent; with recent = 0, dummies
+    that are never read."""
+    keys, values = k_pages.copies, v_pages.copies
+    if keys is None or values is None:
+        return _NO_COPIES, _NO_COPIES, -1, 0, 0
+    return _decoder(keys.pages), _decoder(values.pages), state_slot, keys.first, keys.recent
 
 
 @jit
@@ -208,6 +249,11 @@ def _attention_cpu(  # type: ignore[no-untyped-def]
     v_table,
     v_kind,
     fp16,
+    k_copies,
+    v_copies,
+    slot,
+    first,
+    recent,
     pages,
     position,
     scale,
@@ -218,6 +264,7 @@ def _attention_cpu(  # type: ignore[no-untyped-def]
     last_head,
 ):
     """q and out [T, heads, D] of one sequence from `position` on; kv heads first to last."""
+    ring = k_copies[0].shape[2] - first
     num_tokens, heads, dim = q.shape
     page_size = k_codes.shape[2]
     ratio = heads // k_codes.shape[1]
@@ -229,10 +276,12 @@ def _attention_cpu(  # type: ignore[no-untyped-def]
         scores = np.empty((ratio, stop - start), np.float32)
         for kv in range(first_head, last_head):
             for j in range(start, stop):
-                page = pages[j // page_size]
-                _decode_row(
-                    k_codes, k_scales, k_zeros, k_table, k_kind, fp16, page, kv, j % page_size, row
-                )
+                if j < first or j >= stop - recent:
+                    i = j if j < first else first + (j - first) % ring
+                    _decode_row(*k_copies, fp16, slot, kv, i, row)
+                else:
+                    page, i = pages[j // page_size], j % page_size
+                    _decode_row(k_codes, k_scales, k_zeros, k_table, k_kind, fp16, page, kv, i, row)
                 for h in range(ratio):
                     part[:] = 0
                     for d in range(0, dim - dim % 8, 8):
@@ -255,10 +304,12 @@ def _attention_cpu(  # type: ignore[no-untyped-def]
                     scores[h, j] /= np.float32(total)
                 out[t, kv * ratio + h, :] = 0
             for j in range(start, stop):
-                page = pages[j // page_size]
-                _decode_row(
-                    v_codes, v_scales, v_zeros, v_table, v_kind, fp16, page, kv, j % page_size, row
-                )
+                if j < first or j >= stop - recent:
+                    i = j if j < first else first + (j - first) % ring
+                    _decode_row(*v_copies, fp16, slot, kv, i, row)
+                else:
+                    page, i = pages[j // page_size], j % page_size
+                    _decode_row(v_codes, v_scales, v_zeros, v_table, v_kind, fp16, page, kv, i, row)
                 for h in range(ratio):
                     weight = scores[h, j - start]
                     for d in range(dim):

@@ -41,13 +41,14 @@ def qkv(
     clip: float | None = None,
     interleaved: bool = False,
     norm_after_rotary: bool = False,
+    copy_slots: Array | None = None,
 ) -> Array:
     """x float32 `[T, H]` -> q float32 `[T, heads, D]`; writes k and v to their slots.
 
     cos and sin `[T, R]` as for `rope`; slot_mapping int32 `[T]`, -1 = skip; `clip` bounds q, k
     and v after the norm (olmoe). interleaved: rotary turns neighbours; q and k then come with the
     first of each pair before all the second ones, which leaves every q . k as it is.
-    norm_after_rotary: of the norms per head.
+    norm_after_rotary: of the norms per head. copy_slots int32 `[T]`: see `write_kv_pages`.
     """
     q, k, v = _project(x, w, eps, k_pages.codes.shape[1] * head_dim)
     if not norm_after_rotary:
@@ -61,8 +62,8 @@ def qkv(
     rotate(k, cos, sin)
     if norm_after_rotary:
         q, k = _norm(q, w.q_norm, eps), _norm(k, w.k_norm, eps)
-    write_kv_pages(k_pages, k, slot_mapping)
-    write_kv_pages(v_pages, v, slot_mapping)
+    write_kv_pages(k_pages, k, slot_mapping, copy_slots)
+    write_kv_pages(v_pages, v, slot_mapping, copy_slots)
     return q
 
 
@@ -76,6 +77,7 @@ def gated_qkv(
     k_pages: KVPages,
     v_pages: KVPages,
     slot_mapping: Array,
+    copy_slots: Array | None = None,
 ) -> tuple[Array, Array]:
     """Like `qkv` where each head of q is followed by as many gates: qkv_proj
     `[(2 heads + 2 kv_heads) * D, H]` -> q and gates, float32 `[T, heads, D]`."""
@@ -85,8 +87,8 @@ def gated_qkv(
     q, k, v = (_heads(a, head_dim) for a in (q, k, v))
     rotate(q, cos, sin)
     rotate(k, cos, sin)
-    write_kv_pages(k_pages, k, slot_mapping)
-    write_kv_pages(v_pages, v, slot_mapping)
+    write_kv_pages(k_pages, k, slot_mapping, copy_slots)
+    write_kv_pages(v_pages, v, slot_mapping, copy_slots)
     return q, gates
 
 

@@ -6,6 +6,8 @@ A slot is `page_id * page_size + offset`; a token's K or V of all heads is writt
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from npmoe.dtypes import Array, array_namespace
 from npmoe.formats.floats import decode_bf16, encode_bf16
 from npmoe.formats.groups import Encoded
@@ -20,7 +22,8 @@ class KVPages:
 
     codes: float32 (fp32), uint16 (bf16) or uint8 `[num_pages, num_kv_heads, page_size, D]`, the
     last axis D / 2 for 4-bit formats. scales fp16 and zeros uint8: the same with D / group_size.
-    rotated: what is stored are heads times a Hadamard matrix; attention knows.
+    rotated: what is stored are heads times a Hadamard matrix; attention knows. copies: what is read
+    of some tokens instead.
     """
 
     format: str
@@ -28,6 +31,7 @@ class KVPages:
     scales: Array | None = None
     zeros: Array | None = None
     rotated: bool = False
+    copies: "KVCopies | None" = None
 
     @property
     def page_size(self) -> int:
@@ -53,18 +57,66 @@ def _with_words(pages: KVPages, move: Callable[[Array], Array]) -> KVPages:
     return replace(pages, codes=move(pages.codes)) if pages.format == "fp4" else pages
 
 
-def write_kv_pages(pages: KVPages, x: Array, slot_mapping: Array) -> None:
+@dataclass(frozen=True)
+class KVCopies:
+    """K or V of the `first` tokens of each sequence and of its recent ones, at higher precision.
+
+    A query at position i reads keys j < first and j > i - recent here, the others where all are.
+    pages: one for each sequence, by its state slot: the first tokens, then a ring. The ring holds
+    what the queries of one step reach: recent - 1 tokens and those of the step.
+    """
+
+    pages: KVPages
+    first: int
+    recent: int
+
+    def offsets(self, positions: Array) -> Array:
+        """Where in its page the copy of a token at int `[...]` positions is."""
+        ring = self.pages.page_size - self.first
+        return np.where(
+            positions < self.first, positions, self.first + (positions - self.first) % ring
+        )
+
+    def slots(self, positions: Array, cu_seqlens_q: Array, state_slots: Array) -> Array:
+        """Slots, int `[T]`, of a batch's tokens; positions `[T]`, state_slots `[S]`."""
+        counts = np.diff(cu_seqlens_q)
+        most = self.pages.page_size - self.first - self.recent + 1
+        assert counts.max() <= most, f"{counts.max()} tokens of a sequence, the ring takes {most}"
+        return np.repeat(state_slots, counts) * self.pages.page_size + self.offsets(positions)
+
+    def reach(self, start: int, stop: int) -> Array:
+        """Positions that queries from start to stop - 1 read here, int `[N]`."""
+        first = min(self.first, stop)
+        return np.concatenate(
+            [np.arange(first), np.arange(max(first, start - self.recent + 1), stop)]
+        )
+
+    def serves(self, positions: Array, keys: Array) -> Array:
+        """Whether the query reads the key here: positions `[T]`, keys `[L]` -> bool `[T, L]`."""
+        return (keys < self.first) | (keys > positions[:, None] - self.recent)
+
+
+def write_kv_pages(
+    pages: KVPages, x: Array, slot_mapping: Array, copy_slots: Array | None = None
+) -> None:
     """Rotates x float32 `[T, num_kv_heads, D]` if the pages are, quantises it, and stores it at
-    slot_mapping int32 `[T]`.
+    slot_mapping int32 `[T]`, and in the pages of copies, if there are any, at copy_slots `[T]`.
 
     A slot of -1 is skipped. Raises ValueError for NaN or infinity.
     """
+    if pages.rotated:
+        x = hadamard(x)
+    _store(pages, x, slot_mapping)
+    if pages.copies is not None:
+        assert copy_slots is not None, "a cache with windows needs the copies' slots"
+        _store(pages.copies.pages, x, copy_slots)
+
+
+def _store(pages: KVPages, x: Array, slot_mapping: Array) -> None:
     xp = array_namespace(x)
     keep = slot_mapping >= 0
     if not bool(keep.all()):
         x, slot_mapping = x[keep], slot_mapping[keep]
-    if pages.rotated:
-        x = hadamard(x)
     page, offset = xp.divmod(slot_mapping, pages.page_size)
     if pages.format in ("fp32", "bf16"):
         codes = x if pages.format == "fp32" else encode_bf16(x)
@@ -91,6 +143,17 @@ def read_kv_pages(pages: KVPages, block_table: Array, length: int) -> Array:
         flat = chosen.transpose(0, 2, 1, 3).reshape(-1, a.shape[1], a.shape[3])
         return flat[:length]
 
+    return _decode(pages, tokens)
+
+
+def read_kv_copies(copies: KVCopies, state_slot: int, positions: Array) -> Array:
+    """A sequence's copies of the tokens at int `[N]` positions, float32 `[N, num_kv_heads, D]`."""
+    offsets = copies.offsets(positions)
+    return _decode(copies.pages, lambda a: a[state_slot][:, offsets].transpose(1, 0, 2))
+
+
+def _decode(pages: KVPages, tokens: Callable[[Array], Array]) -> Array:
+    """tokens: takes `[N, heads, C]` out of one of the pages' arrays."""
     codes = tokens(pages.codes)
     if pages.format == "fp32":
         return codes

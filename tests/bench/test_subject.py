@@ -59,6 +59,11 @@ def test_a_checkpoint_is_refused_before_it_is_read() -> None:
         check_subject(opened, {}, BF16, 16, "cpu")
 
 
+def test_windows_are_not_measured() -> None:
+    with pytest.raises(UnsupportedModel, match=r"kv_cache fp4\+: npmoe bench does not measure"):
+        check_subject(QWEN, {}, KVCacheConfig.parse("fp4+"), 16, "cpu")
+
+
 def test_a_format_that_cannot_hold_a_matrix() -> None:
     raw = QWEN.raw | {"moe_intermediate_size": 40}
     odd = subject.from_config(raw, "odd")

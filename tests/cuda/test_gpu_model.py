@@ -9,20 +9,21 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from npmoe.config import parse_weights
+from npmoe.config import KVCacheConfig, parse_weights
 from npmoe.engine.engine import Engine
 from npmoe.engine.output import Completion
 from npmoe.engine.runner import Runner
 from npmoe.engine.scheduler import Scheduler
 from npmoe.kv.pages import PageAllocator
 from npmoe.models import decode, gpu
+from npmoe.models.cache import ModelCache
 from npmoe.models.gpu import GpuModel
 from npmoe.models.layers import CausalLM
 from npmoe.ops import sampler
 from npmoe.sampling import SamplingParams
 from tests.cuda.build import kernel, launch
 from tests.cuda.steps import NumPyAsCuPy, decode_on_cpu
-from tests.cuda.test_decode_step import PAGE, PAGES_EACH, SHAPE, make_cache, make_weights
+from tests.cuda.test_decode_step import PAGE, PAGES_EACH, SHAPE, make_weights
 
 LONG_CONTEXT = 6  # tokens from which a context counts as long: some become so on the way
 PROMPTS = [[3, 1], [15, 9, 2], [6]]
@@ -95,7 +96,14 @@ def gpu_on_cpu() -> Iterator[None]:
         yield
 
 
-def run(model: Any, cache: Any, num_pages: int, each: list[SamplingParams]) -> list[Completion]:
+def make_cache(seqs: int) -> ModelCache:
+    """Pages in bf16 for so many sequences."""
+    return ModelCache(SHAPE.spec(), PAGES_EACH * seqs, PAGE, KVCacheConfig())
+
+
+def run(
+    model: Any, cache: ModelCache, num_pages: int, each: list[SamplingParams]
+) -> list[Completion]:
     """What an engine makes of the first prompts."""
     scheduler = Scheduler(PageAllocator(num_pages, PAGE), 8, 512)
     engine = Engine(Runner(model, cache, PAGE), scheduler, None, frozenset(), PAGE + 6)
@@ -122,11 +130,11 @@ def test_tokens_are_those_of_the_numpy_model(each: list[SamplingParams], graphs:
     """Three sequences are two groups, one of them with an unused row, until two are left."""
     plain, on_device = make_weights(parse_weights("bf16"))
     num_pages = 2 * PAGES_EACH
-    want = run(CausalLM(SHAPE.spec(), plain), make_cache("bf16", 2), num_pages, each)
+    want = run(CausalLM(SHAPE.spec(), plain), make_cache(2), num_pages, each)
     with gpu_on_cpu():
         Graph.made = 0
-        model, cache = GpuModel(SHAPE.spec(), on_device), make_cache("bf16", 3)
-        model.bind(cache.layers, 2, max_num_seqs=8)
+        model, cache = GpuModel(SHAPE.spec(), on_device), make_cache(3)
+        model.bind(cache.pages, 2, max_num_seqs=8)
         assert Graph.made == 2  # decoding, and prompts
         got = run(model, cache, num_pages, each)
         assert Graph.made == graphs

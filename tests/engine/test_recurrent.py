@@ -26,7 +26,7 @@ def llm() -> Iterator[npmoe.LLM]:
 def check_all_free(llm: npmoe.LLM) -> None:
     check_idle(llm)
     scheduler = llm.engine.scheduler
-    assert sorted(scheduler._free_slots) == list(range(scheduler.max_num_seqs + 1))
+    assert scheduler.slots.num_free == scheduler.slots.num_slots == scheduler.max_num_seqs + 1
 
 
 def test_forward_equals_transformers_in_chunks(llm: npmoe.LLM) -> None:

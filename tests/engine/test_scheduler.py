@@ -12,6 +12,7 @@ from npmoe.kv.pages import PageAllocator
 from tests.engine.helpers import make_sequence
 
 SIZE = 4
+FIRST, RECENT = 2, 5  # of windows
 
 
 def make_scheduler(
@@ -20,8 +21,10 @@ def make_scheduler(
     chunk: int = 8,
     switch: int | None = None,
     recurrent: bool = False,
+    windows: bool = False,
 ) -> Scheduler:
-    return Scheduler(PageAllocator(num_pages, SIZE), max_num_seqs, chunk, switch, recurrent)
+    pages = PageAllocator(num_pages, SIZE)
+    return Scheduler(pages, max_num_seqs, chunk, switch, recurrent, windows)
 
 
 class Simulation:
@@ -34,6 +37,7 @@ class Simulation:
         self.finished: list[Sequence] = []
         self.contents: dict[int, list[tuple]] = {}  # page -> what its slots hold
         self.states: dict[int, list[int]] = {}  # state slot -> tokens that it has taken
+        self.rings: dict[int, dict[int, tuple]] = {}  # state slot -> what its copies are of
         self.random = random.Random(0)
 
     def add(self, sequence: Sequence) -> None:
@@ -79,6 +83,8 @@ class Simulation:
             state = self.states[q.state_slot] if q.num_computed else []
             assert state == q.token_ids[: q.num_computed], "a state has taken other tokens"
             self.states[q.state_slot] = q.token_ids[: q.num_computed + work.count]
+        if self.scheduler.windows:
+            self.write_copies(q, q.num_computed, q.num_computed + work.count)
         for i in range(q.num_computed + work.count):
             slots = self.contents.setdefault(q.pages[i // SIZE], [()] * SIZE)
             value = (tuple(q.token_ids[: i + 1]), q.long_rope)
@@ -86,6 +92,23 @@ class Simulation:
                 slots[i % SIZE] = value
             assert slots[i % SIZE] == value, "a page does not hold what its owner thinks"
         assert q.long_rope == self.scheduler.is_long(q)
+
+    def write_copies(self, q: Sequence, start: int, stop: int) -> None:
+        """Writes copies of positions start to stop - 1; each query must find those it reads."""
+        assert q.state_slot is not None
+        copies = self.rings.setdefault(q.state_slot, {})
+        for i in range(start, stop):
+            copies[self.copy_offset(i)] = tuple(q.token_ids[: i + 1]), q.long_rope
+        for query in range(start, stop):
+            for i in {*range(FIRST), *range(query - RECENT + 1, query + 1)}:
+                if 0 <= i <= query:
+                    want = tuple(q.token_ids[: i + 1]), q.long_rope
+                    assert copies.get(self.copy_offset(i)) == want, "a copy is not the query's"
+
+    def copy_offset(self, position: int) -> int:
+        """The first tokens, then a ring."""
+        ring = RECENT + self.scheduler.prefill_chunk
+        return position if position < FIRST else FIRST + (position - FIRST) % ring
 
     def advance(self, q: Sequence) -> None:
         advancing = [q]
@@ -101,11 +124,15 @@ class Simulation:
             if child.state_slot is not None:
                 assert q.state_slot is not None
                 self.states[child.state_slot] = self.states.get(q.state_slot, [])
+                self.rings[child.state_slot] = dict(self.rings.get(q.state_slot, {}))
             if child.num_computed:
                 advancing.append(child)
         for each in advancing:
             each.token_ids.append(self.random.randint(0, 2))
             if len(each.token_ids) >= self.lengths[each]:
+                if each.state_slot is not None:  # a model that runs ahead has written one more
+                    copies = self.rings.setdefault(each.state_slot, {})
+                    copies[self.copy_offset(each.num_computed)] = ()
                 self.scheduler.finish(each)
                 self.live.remove(each)
                 self.finished.append(each)
@@ -132,7 +159,7 @@ def test_everything_ends_and_no_page_is_lost(data: st.DataObject) -> None:
         draw(st.integers(1, 5)),
         draw(st.integers(1, 12)),
         draw(st.sampled_from([None, 9])),
-        draw(st.booleans()),
+        *draw(st.sampled_from([(False, False), (True, False), (False, True), (True, True)])),
     )
     simulation = Simulation(scheduler, {})
     for _ in range(draw(st.integers(1, 25))):
@@ -158,10 +185,13 @@ def test_everything_ends_and_no_page_is_lost(data: st.DataObject) -> None:
             scheduler.allocator.check_integrity(
                 [*(q.pages for q in simulation.live), outsider.pages]
             )
+            assert outsider.state_slot is not None
             assert outsider.state_slot not in [q.state_slot for q in simulation.live]
+            simulation.rings.pop(outsider.state_slot, None)
             scheduler.finish(outsider)
         elif event == "reset":
             scheduler.reset(simulation.live)
+            simulation.rings.clear()
         simulation.check_pages()
     simulation.run()
     assert scheduler.allocator.num_free == num_pages
@@ -272,6 +302,46 @@ def test_a_recurrent_model_takes_no_prefix_over() -> None:
         scheduler.finish(first)
         scheduler.add(second)
         assert scheduler.plan()[0].count == count
+
+
+def run_alone(scheduler: Scheduler, token_ids: list[int]) -> int:
+    """Computes a prompt and frees it; how many of its tokens were computed."""
+    q, counts = make_sequence(token_ids), []
+    scheduler.add(q)
+    while q.num_pending:
+        (work,) = scheduler.plan()
+        scheduler.complete(work)
+        counts.append(work.count)
+    scheduler.finish(q)
+    return sum(counts)
+
+
+def test_a_prefix_is_taken_over_while_a_slot_holds_its_window() -> None:
+    # Chunks of 8: a slot serves a boundary that its last sequence outran by 8 tokens at most.
+    scheduler = make_scheduler(windows=True, max_num_seqs=1)
+    prompt = list(range(40))
+    assert run_alone(scheduler, prompt[:20]) == 20
+    assert run_alone(scheduler, prompt[:22]) == 22 - 20
+    assert run_alone(scheduler, [*prompt[:16], 99, 99]) == 18 - 16  # 16 = 22 - 6
+    assert (
+        run_alone(scheduler, [*prompt[:12], 98]) == 13
+    )  # the slot has seen 22 tokens, 12 < 22 - 8
+    assert run_alone(scheduler, [*prompt[:12], 97]) == 1
+    # Two slots: the one that a forward pass takes is not the one with a window.
+    outsider = make_sequence([1] * 9)
+    scheduler.claim_pages(outsider)
+    scheduler.finish(outsider)
+    assert run_alone(scheduler, [*prompt[:12], 96]) == 1
+    scheduler.reset([])
+    assert run_alone(scheduler, [*prompt[:12], 96]) == 13
+
+
+def test_a_window_without_its_pages_is_of_no_use() -> None:
+    scheduler = make_scheduler(num_pages=5, windows=True, max_num_seqs=2)
+    prompt = list(range(20))
+    assert run_alone(scheduler, prompt) == 20
+    assert run_alone(scheduler, [50] * 9) == 9  # takes 3 pages, the last ones of the first prompt
+    assert run_alone(scheduler, prompt) == 20  # 8 tokens have their pages, 20 - 8 > 8
 
 
 def test_prompt_logprobs_need_the_whole_prompt() -> None:

@@ -93,6 +93,21 @@ def test_bytes_per_token(model: Path, text: Path, capsys: pytest.CaptureFixture[
     assert sizes["int4_asym"] == 128 + 24
 
 
+def test_a_cache_with_windows(model: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first 128 tokens of a window see copies alone, whatever the format beside them."""
+    options = (text, "--model", model, "--passkeys", 0, "--context", 200, "--tokens", 200)
+    kinds = [a for k in ("int4", "int4:windows") for a in ("--kv-cache", k)]
+    _, plain, windows = evaluated(capsys, *options, *kinds)["caches"]
+    assert windows["bytes_per_token"] == plain["bytes_per_token"] == 144
+    assert (plain["bytes_per_sequence"], windows["bytes_per_sequence"]) == (0, 656 * 512)
+    assert 0 < windows["overall"]["kl_nats"] < plain["overall"]["kl_nats"] / 2
+    early = evaluated(capsys, *options[:-1], 128, *kinds)["caches"]
+    assert early[1]["overall"]["kl_nats"] > 1e-4
+    assert early[2]["overall"]["kl_nats"] < 1e-9
+    assert run("eval", *options, "--kv-cache", "fp4+", "--quiet") == 0
+    assert "fp4+: and copies of 336 kB a sequence" in capsys.readouterr().out
+
+
 def test_a_part_of_the_text(model: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = evaluated(
         *(capsys, text, "--model", model, "--kv-cache", "int8"),

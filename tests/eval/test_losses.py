@@ -50,7 +50,7 @@ def test_positions_read_what_the_cache_holds(
     with load(folder, "fp4") as llm:
         found = llm.forward(IDS)
 
-    def rounded(pages: KVPages, x: np.ndarray, slots: np.ndarray) -> None:
+    def rounded(pages: KVPages, x: np.ndarray, slots: np.ndarray, copy_slots: None) -> None:
         there = quantize_kv_cache_fp4(x.transpose(1, 0, 2)[None])
         back = dequantize_kv_cache_fp4(*there)[0].transpose(1, 0, 2)
         write_kv_pages(pages, np.ascontiguousarray(back), slots)

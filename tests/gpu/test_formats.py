@@ -61,8 +61,9 @@ def as_read(w: QuantTensor) -> np.ndarray:
     macros = {"K": columns, "TOKENS": TOKENS, "W_FORMAT": W_CODES[fmt]}
     output = kernel("output", "output", **macros, **stream.macros())
     x, found = xp.eye(columns, dtype=xp.float32), xp.zeros((columns, rows), xp.float32)
+    unused = xp.zeros(1, xp.uint32)  # words to empty: none
     for first in range(0, columns, TOKENS):
         some = slice(first, first + TOKENS)
-        arguments = (found[some], records, None, x[some], rows, TOKENS)
+        arguments = (found[some], unused, records, None, x[some], rows, 0, TOKENS)
         launch(output, (1,), stream.threads, *arguments, shared=stream.shared)
     return found.get().T

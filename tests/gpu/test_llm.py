@@ -25,7 +25,7 @@ def test_logits_agree_at_every_position(pair) -> None:
     expected, found = cpu.forward(ids), gpu.forward(ids)
     error = np.abs(found - expected).max(axis=1)
     relative = error / np.abs(expected).max(axis=1)
-    assert np.median(relative) < 2e-3
+    assert np.median(relative) < 5e-3
     assert relative.max() < 3e-2  # a key or a value whose rounding falls the other way
     top = np.sort(expected, axis=1)
     clear = top[:, -1] - top[:, -2] > 2 * error

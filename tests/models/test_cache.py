@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from npmoe.config import KVCacheConfig
+from npmoe.config import KVCacheConfig, KVWindows
 from npmoe.kv.states import RecurrentState
 from npmoe.models.cache import ModelCache, num_state_slots, token_bytes
 from npmoe.models.families import read_model
@@ -46,6 +46,28 @@ def test_latent_layers_have_pages_of_two_widths() -> None:
     cache = ModelCache(mixed, 5, 4, FP32)
     assert [isinstance(layer, RecurrentState) for layer in cache.layers] == [True, False, True]
     assert [p.codes.shape[-1] for p in cache.pages[0]] == [16, 32]
+
+
+def test_copies_of_a_slot_are_copied_with_its_state() -> None:
+    """3 + 5 + 8 tokens in bf16 for each of two slots, beside the one layer with pages."""
+    spec = read_model(CASES["qwen3_next"], "")[1]
+    config = replace(FP32, windows=KVWindows(3, 5))
+    cache = ModelCache(spec, 5, 4, config, num_slots=2, prefill_chunk=8)
+    states, (keys, values), _ = cache.layers
+    assert isinstance(states, RecurrentState)
+    assert keys is cache.pages[0][0]
+    for half, value in ((keys, 7), (values, 9)):
+        copies = half.copies
+        assert (copies.first, copies.recent) == (3, 5)
+        assert copies.pages.codes.shape == (2, 2, 16, 32)
+        copies.pages.codes[0] = value
+    states.conv[0] = 1
+    cache.copy_state(0, 1)
+    assert (keys.copies.pages.codes[1] == 7).all()
+    assert (values.copies.pages.codes[1] == 9).all()
+    assert states.conv[1].all()
+    assert cache.has_slots
+    assert not cache_of("qwen3_moe").has_slots
 
 
 def test_a_state_is_copied_and_a_page_is() -> None:

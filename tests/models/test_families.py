@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from npmoe.config import KV_FORMATS
+from npmoe.config import KV_FORMATS, KVCacheConfig, KVWindows
 from tests.golden.golden_cases import CASES
 from tests.helpers import (
     GOLDEN,
@@ -17,6 +17,7 @@ from tests.helpers import (
 )
 
 MAX_ERROR = 1e-5
+PLUS = KVCacheConfig("fp4", "fp4", rotated=True, windows=KVWindows(3, 9, "fp32"))
 every_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -119,3 +120,14 @@ def test_a_quantised_cache_gives_the_same_in_chunks_of_any_size(kv: str) -> None
         error = worst_difference(other, whole) / np.abs(whole).max(axis=-1)
         assert np.median(error) < 1e-4
         assert error.max() < 0.05
+
+
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if "kv_lora_rank" not in c])
+def test_windows_are_of_positions_whatever_the_chunks(name: str) -> None:
+    """Up to eight tokens at a time: the same bits; all at once: within rounding."""
+    model, ids = golden_model(name), golden_arrays(name)["input_ids"][:40]
+    single, some, many, whole = (logits_in_chunks(model, ids, n, PLUS) for n in (1, 5, 8, 40))
+    np.testing.assert_array_equal(some, single)
+    np.testing.assert_array_equal(many, single)
+    error = worst_difference(whole, single) / np.abs(single).max(axis=-1)
+    assert np.median(error) < 1e-5

@@ -74,6 +74,7 @@ def test_layers_without_a_kernel(spec: ModelSpec, message: str) -> None:
         ({"stored": {"table": "fp32"}}, "reads a table in bf16, this checkpoint has fp32"),
         ({"kv": "fp8"}, "kv_cache fp8 .* no GPU kernel"),
         ({"kv": "fp4:rotated"}, "kv_cache fp4:rotated has no GPU kernel"),
+        ({"kv": "fp4+"}, r"kv_cache fp4\+ has no GPU kernel yet, since none reads windows"),
         ({"kv": KVCacheConfig("fp4", "fp4", 16)}, "group_size 16"),
     ],
 )

@@ -158,9 +158,14 @@ def test_the_gpu_refuses(name: str) -> None:
         check_gpu_support(spec_of(CASES[name]), formats, {}, KVCacheConfig())
 
 
-def test_latents_are_not_rotated() -> None:
+def test_latents_have_neither_rotation_nor_windows() -> None:
     with pytest.raises(UnsupportedModel, match=r"fp4:rotated.*latents.*leave :rotated away"):
         check_kv_format(KVCacheConfig.parse("fp4:rotated"), (512, 64))
+    for word, name in (("fp4+", r"fp4\+"), ("fp4:windows", "fp4:windows")):
+        with pytest.raises(
+            UnsupportedModel, match=rf"{name}: .*latents.* has no windows; leave \+"
+        ):
+            check_kv_format(KVCacheConfig.parse(word), (512, 64))
 
 
 @pytest.mark.parametrize("kv", KV_FORMATS)

@@ -1,12 +1,13 @@
 """A model that does not fit is refused before anything is read, with settings that fit."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import npmoe
-from npmoe.config import EngineConfig, KVCacheConfig, parse_weights
+from npmoe.config import EngineConfig, KVCacheConfig, KVWindows, parse_weights
 from npmoe.dtypes import gigabytes
 from npmoe.errors import OutOfMemory
 from npmoe.models import memory
@@ -98,6 +99,22 @@ def test_a_smaller_cache_or_a_shorter_context_is_named_where_it_fits(
     assert "max_seq_len=99" in said
     monkeypatch.setattr(memory, "free_memory", lambda device: math.ceil(free + 2 * need.token))
     check_memory(opened, {}, "cpu", EngineConfig(max_seq_len=100, kv_cache=kv))
+
+
+def test_the_copies_of_windows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three sequences and one outside the queues: 16 + 128 + 64 tokens in bf16, all layers."""
+    opened = open_model(MIXTRAL)
+    kv = KVCacheConfig("fp8", "fp8", 16, windows=KVWindows(16, 128))
+    need, plain = (need_of(opened, {}, k, "cpu", 3, 64) for k in (kv, replace(kv, windows=None)))
+    in_bf16 = need_of(opened, {}, KVCacheConfig("bf16", "bf16", 16), "cpu").token
+    assert (need.token, plain.staying) == (plain.token, 0)
+    assert need.staying == 4 * (16 + 128 + 64) * in_bf16
+    free = need.weights + need.staying + 2 * 100 * need.token
+    assert need.tokens(free, 0.5) == 100
+    options: dict = {"max_seq_len": 101, "max_num_seqs": 3, "prefill_chunk": 64}
+    said = refuse(monkeypatch, free, kv_cache=kv, **options)
+    assert f"{gigabytes(need.staying)} to work in" in said
+    assert "kv_cache='fp8'" in said  # without windows
 
 
 def test_only_what_the_gpu_has_kernels_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,11 +75,19 @@ def test_bytes_of_a_cached_token(opened: OpenModel, kv: str, size: float) -> Non
     assert summarize(opened, []).kv_bytes[kv] == 2 * 2 * 2 * 32 * size
 
 
+def test_copies_of_a_sequence(opened: OpenModel) -> None:
+    """656 tokens, of 2 layers of 2 heads of 32 elements, K and V, in bf16."""
+    summary = summarize(opened, [])
+    assert summary.window_bytes == (16 + 128 + 512) * 2 * 2 * 2 * 32 * 2
+    assert "copies for each sequence in a cache of fp4+: 336 kB" in describe(summary)
+
+
 def test_formats_that_the_shapes_cannot_take_are_left_out(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "odd", moe_intermediate_size=36, head_dim=16)
     summary = summarize(open_model(folder), [Memory("1 GB", 1e9)])
     assert set(summary.read_bytes) == {STORED, "bf16", "fp8"}
     assert set(summary.kv_bytes) == {"fp32", "bf16"}
+    assert summary.window_bytes == 0
     assert "fp4" not in describe(summary)
 
 
