@@ -41,7 +41,7 @@ def run_tool(sanitizer: str, tool: str, tests: list[str]) -> dict[str, Any]:
     command = [sanitizer, "--tool", tool, sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu"]
     command += ["-p", "tests.gpu.no_pool", "-p", "no:cacheprovider", *tests]
     if tool == "memcheck":  # the bindings ask the driver for functions that an older one lacks
-        command[1:1] = ["--report-api-errors", "no"]
+        command[3:3] = ["--report-api-errors", "no"]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command,

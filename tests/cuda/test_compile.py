@@ -88,6 +88,7 @@ PREPARED = [tuple(W_CODES[f] for f in pair) for pair in KERNELS]
 STATIC_BYTES = {
     "gate_up": 256,
     "down": 256,
+    "experts": 256,
     "sample": STATIC_SHARED_BYTES,
 }  # room for shared memory that is not dynamic
 SPILLS: dict[str, str] = {}  # step -> what spills, by the compiler that setup.cfg pins
