@@ -58,7 +58,7 @@ constexpr int RESULT_STRIDE = D + 1;  // floats between the heads of a warp's re
 __device__ __forceinline__ int result_row(int head) { return head % 2 * 4 + head / 2; }
 static_assert(STAGES * STAGE_BYTES >= 8 * RESULT_STRIDE * 4, "a warp's result needs more stages");
 constexpr float K_UNDO = K_SCALED ? 16384.f : 1.f, V_UNDO = V_SCALED ? 16384.f : 1.f;  // 2^14 of the codes
-constexpr float LIFT = V_SCALED ? 3.f : 0.f;  // weights are up to 2^LIFT: their products with scales are fp16
+constexpr float LIFT = V_SCALED ? 3.f : 0.f;  // weights are up to 2^LIFT; times a scale they are fp16
 constexpr float LOG2_E = 1.44269504f;
 
 // A pair of floats as 16-bit numbers, bf16 where the other operand is bf16, and what is left of them.
@@ -155,8 +155,8 @@ __device__ __forceinline__ void take_new_token(u8* stage, int r, const NewToken&
   }
 }
 
-// The A operand of scores, of one of D / 16 steps: rows are the heads' q, then what a 16-bit number leaves of
-// it. heads: q in shared memory, elements in the order in which the keys' operand has them.
+// The A operand of scores, of one of D / 16 steps: rows are the heads' q, then what a 16-bit number
+// leaves of it. heads: q in shared memory, elements in the order in which the keys' operand has them.
 __device__ __forceinline__ uint4 query_operand(int step, const float (*heads)[Q_STRIDE]) {
   int lane = threadIdx.x & 31, t = lane & 3, g = lane >> 2;
   const float* x;
@@ -271,7 +271,8 @@ __device__ __forceinline__ void mix(float (&mixed)[D / 16][4], const u8* stage, 
         u32 scaled[2];  // weights times the group's scales
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          u32 both = __byte_perm(scales[2 * k].pair[i / 2], scales[2 * k + 1].pair[i / 2], j ? 0x7632 : 0x5410);
+          u32 both = __byte_perm(scales[2 * k].pair[i / 2], scales[2 * k + 1].pair[i / 2],
+                                 j ? 0x7632 : 0x5410);
           scaled[k] = bits(__hmul2(weights[k], *reinterpret_cast<__half2*>(&both)));
         }
         u32 near[4], far[4];
@@ -412,7 +413,8 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   __syncthreads();
   STAMP(4);
 #pragma unroll 1
-  for (int step = warp; step < D / 16; step += WARPS) q_operands[step][lane] = query_operand(step, q_shared);
+  for (int step = warp; step < D / 16; step += WARPS)
+    q_operands[step][lane] = query_operand(step, q_shared);
   __syncthreads();
 
   float mixed[D / 16][4] = {};
@@ -482,7 +484,8 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   for (int i = 0; i < D / 16; i++)
 #pragma unroll
     for (int k = 0; k < 4; k++)
-      result[result_row(2 * t + k % 2) * RESULT_STRIDE + mixed_element(i, g + k / 2 * 8)] = mixed[i][k] * V_UNDO;
+      result[result_row(2 * t + k % 2) * RESULT_STRIDE + mixed_element(i, g + k / 2 * 8)] =
+          mixed[i][k] * V_UNDO;
   __syncthreads();
   int busy = min((end - begin + CHUNK - 1) / CHUNK, WARPS);
 #pragma unroll 1
@@ -531,7 +534,8 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   cluster_arrive();  // nobody leaves while others read its memory
   float* results = out + (static_cast<size_t>(seq) * HEADS + kv * RATIO) * D;
   constexpr int RECORD = SHARE + (2 * RATIO + 3) / 4 * 4;  // floats that a block leaves
-  float* own = partial + (((static_cast<size_t>(seq) * KV_HEADS + kv) * (splits / CLUSTER)) * CLUSTER + rank) * RECORD;
+  size_t first_record = (static_cast<size_t>(seq) * KV_HEADS + kv) * (splits / CLUSTER) * CLUSTER;
+  float* own = partial + (first_record + rank) * RECORD;
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     int at = rank * SHARE + tid + i * THREADS;
@@ -566,7 +570,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   }
   // HELPERS neighbouring threads bring four outputs together, each from every HELPERS-th cluster.
   constexpr int QUADS = SHARE / 4, AT_ONCE = 8;  // clusters whose loads are in flight together
-  constexpr int HELPERS = QUADS * 8 <= THREADS ? 8 : QUADS * 4 <= THREADS ? 4 : QUADS * 2 <= THREADS ? 2 : 1;
+  constexpr int FIT = THREADS / QUADS, HELPERS = FIT >= 8 ? 8 : FIT >= 4 ? 4 : FIT >= 2 ? 2 : 1;
 #pragma unroll 1
   for (int first = tid - lane; first < QUADS * HELPERS; first += THREADS) {  // whole warps: they shuffle
     int quad = min((first + lane) / HELPERS, QUADS - 1), helper = lane % HELPERS;
@@ -600,10 +604,12 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
 #pragma unroll
     for (int o = 1; o < HELPERS; o *= 2) {
       float4 part;
-      part.x = __shfl_xor_sync(ALL_LANES, total_sum.x, o), part.y = __shfl_xor_sync(ALL_LANES, total_sum.y, o);
-      part.z = __shfl_xor_sync(ALL_LANES, total_sum.z, o), part.w = __shfl_xor_sync(ALL_LANES, total_sum.w, o);
-      float best = __shfl_xor_sync(ALL_LANES, whole, o), weight = __shfl_xor_sync(ALL_LANES, total_weight, o);
-      add(part, best, weight);
+      part.x = __shfl_xor_sync(ALL_LANES, total_sum.x, o);
+      part.y = __shfl_xor_sync(ALL_LANES, total_sum.y, o);
+      part.z = __shfl_xor_sync(ALL_LANES, total_sum.z, o);
+      part.w = __shfl_xor_sync(ALL_LANES, total_sum.w, o);
+      float best = __shfl_xor_sync(ALL_LANES, whole, o);
+      add(part, best, __shfl_xor_sync(ALL_LANES, total_weight, o));
     }
     if (helper == 0 && first + lane < QUADS * HELPERS)
       reinterpret_cast<float4*>(results + rank * SHARE)[quad] =

@@ -5,11 +5,11 @@
 // (id_k, weight_k) is the k-th choice of route.cuh from the token's router logits.
 //
 //   hidden   float32 [tokens][TOP_K][WIDTH]         out of gate_up, in of down
-//   handed_over float32 [TOP_K WIDTH + 1]           scratch of experts: hidden and a counter, all words EMPTY
-//            before the launch
+//   handed_over float32 [TOP_K WIDTH + 1]           scratch of experts: hidden and a counter, all
+//            words EMPTY before the launch
 //   residual float32 [tokens][HIDDEN]               in of gate_up (x), in and out of down
-//   gate_up  u8 records [EXPERTS][2 WIDTH / 16][HIDDEN / 128]   in: "fragments", see weight_formats.cuh; gate
-//            and up rows alternate
+//   gate_up  u8 records [EXPERTS][2 WIDTH / 16][HIDDEN / 128]   in: "fragments", see weight_formats.cuh;
+//            gate and up rows alternate
 //   down     u8 records [EXPERTS][HIDDEN / 16][WIDTH / 128]     in
 //   chosen_ids int32 [tokens][TOP_K]                out of gate_up, EMPTY before its launch, in of down
 //   router_logits float32 [tokens][EXPERTS]         in
@@ -18,8 +18,8 @@
 // of its token the tiles that own_tile in gemv.cuh says. Of experts all blocks must run at once: at most
 // one a multiprocessor, for one token.
 // Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K (1..32, at most EXPERTS),
-// RENORMALIZE (0 or 1), those of gemv.cuh; of experts they are gate_up's, and DOWN_PARTS, DOWN_BATCH, DOWN_PAIRED, DOWN_ROLLING and
-// DOWN_BUFFERS down's.
+// RENORMALIZE (0 or 1), those of gemv.cuh; of experts they are gate_up's, and DOWN_PARTS, DOWN_BATCH,
+// DOWN_PAIRED, DOWN_ROLLING and DOWN_BUFFERS down's.
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sums, the combine
 // weight to hidden, so that `down` sums over experts as over columns.
@@ -40,7 +40,8 @@ constexpr int EXPERT_TILES = 2 * WIDTH / TILE, ROW_TILES = HIDDEN / TILE;
 
 // Where in the weights chunk `part` of the tile is that is `at`-th of all chosen experts'.
 template <class P>
-__device__ __forceinline__ const u8* gate_up_chunk(const u8* w, const Choice<TOP_K>& chosen, int at, int part) {
+__device__ __forceinline__ const u8* gate_up_chunk(const u8* w, const Choice<TOP_K>& chosen, int at,
+                                                   int part) {
   size_t tile = static_cast<size_t>(chosen.id[at / EXPERT_TILES]) * EXPERT_TILES + at % EXPERT_TILES;
   return w + (tile * P::CHUNKS + part) * P::CHUNK_BYTES;
 }
@@ -119,8 +120,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
 experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, const u8* __restrict__ w_down,
         const float* router_logits, const float* __restrict__ norm, float eps) {
   using Up = Pass<HIDDEN / SLICE / PARTS, PARTS, 1, true>;
-  using Down = Pass<WIDTH / SLICE / DOWN_PARTS, TOP_K * DOWN_PARTS, 1, false, DOWN_BATCH, DOWN_PAIRED ? 2 : 1,
-                    DOWN_ROLLING, DOWN_BUFFERS>;
+  using Down = Pass<WIDTH / SLICE / DOWN_PARTS, TOP_K * DOWN_PARTS, 1, false, DOWN_BATCH,
+                    DOWN_PAIRED ? 2 : 1, DOWN_ROLLING, DOWN_BUFFERS>;
   constexpr int PLACE = Up::CHUNK_BYTES > Down::CHUNK_BYTES ? Up::CHUNK_BYTES : Down::CHUNK_BYTES;
   SHARED_MEMORY(shared);
   __shared__ Choice<TOP_K> chosen;

@@ -27,9 +27,9 @@ __device__ __forceinline__ void launch_next() {
 }
 
 // Words that blocks hand to others which run already, of their launch or of the next: EMPTY until they
-// are written, as a float a NaN that no arithmetic makes. Where blocks of one launch wait for each other, all must run at
-// once. Looking at many words again and again takes the bandwidth of L2 from others: a counter, EMPTY too at first,
-// tells when it is worth while.
+// are written, as a float a NaN that no arithmetic makes. Where blocks of one launch wait for each
+// other, all must run at once. Looking at many words again and again takes the bandwidth of L2 from
+// others: a counter, EMPTY too at first, tells when it is worth while.
 constexpr u32 EMPTY = 0xffffffffu;
 __device__ __forceinline__ void hand_over(u32* to, u32 word) {
 #ifdef CUDA_CPU

@@ -37,7 +37,9 @@ def kernel_times(
     """Every kernel of a step in a chain of its own, over all layers, in the order of the step.
 
     A chain is one CUDA graph. Before each replay a buffer larger than L2 is written, so that
-    weights come from memory. bandwidth: bytes a second, measured if None.
+    weights come from memory. What kernels wait for while they run (the choice of experts, hidden)
+    is there from the step before: by itself none waits. bandwidth: bytes a second, measured if
+    None.
     Raises ValueError for an option out of range, and what `check_subject` raises.
     """
     check_options(subject, options, "cuda")

@@ -35,7 +35,7 @@ KV_CODES = named_codes({"bf16": 0, "fp4": 1})
 class Tuning:
     """Launch shapes that change results by rounding only. splits: parts of the context that an
     attention head is spread over, rounded down to whole clusters; None fills the GPU. blocks:
-    thread blocks of a weight kernel; None takes one a multiprocessor, more are refused.
+    thread blocks of a weight kernel, at most one a multiprocessor, which is what None takes.
     one_kernel: a single token's experts run in one kernel where that exists."""
 
     splits: int | None = None
@@ -61,7 +61,8 @@ class DecodeStep:
         and embedding bf16 arrays, vectors float32. cache: KV pages per layer. block_table int32
         `[S, max_pages]` on the device, S <= 8. sampled: `sampler` chooses, as its rows say, after
         lm_head's greedy choice. cos_sin: a `rotary_table` that several steps share.
-        Raises UnsupportedModel for what has no kernel.
+        Raises UnsupportedModel for what has no kernel, and ValueError for more blocks than the GPU
+        has multiprocessors.
         """
         self.tuning = tuning or Tuning()
         xp = cupy()
@@ -72,6 +73,11 @@ class DecodeStep:
         assert isinstance(a, AttentionSpec)
         gpu = xp.cuda.Device().attributes
         self.blocks = self.tuning.blocks or gpu["MultiProcessorCount"]
+        if not 1 <= self.blocks <= gpu["MultiProcessorCount"]:  # they wait for each other
+            raise ValueError(
+                f"blocks = {self.blocks}: legal values are 1 to {gpu['MultiProcessorCount']}, the "
+                "multiprocessors of this GPU"
+            )
         self.bulk, self.shared_bytes = bulk(), gpu["MaxSharedMemoryPerBlockOptin"]
         rows = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
         mlp = spec.layers[0].mlp

@@ -8,10 +8,10 @@ import pytest
 
 from npmoe.batch import Batch
 from npmoe.config import KVCacheConfig, WeightsPolicy, parse_weights
-from npmoe.formats.fragments import to_fragments
+from npmoe.formats.fragments import RECORD_BYTES, to_fragments
 from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.kv.storage import KVCache
-from npmoe.models import decode
+from npmoe.models import decode, stream
 from npmoe.models.layers import CausalLM
 from npmoe.ops import sampler
 from npmoe.ops.linear import prepare_linear
@@ -126,6 +126,50 @@ def test_a_step_is_that_of_the_model(
             assert (step.history[:, i] == tokens).all()
             tokens = expected.argmax(axis=1).astype(np.int32)
             assert (greedy(step.best) == tokens).all()
+
+
+@pytest.mark.parametrize("weights", ["fp4", "bf16"])
+def test_experts_in_one_kernel_or_two(weights: str) -> None:
+    """Two steps each, with rings too small for a block's weights; tokens are fed back."""
+    _, on_device = make_weights(parse_weights(weights))
+    names: list[str] = []
+
+    def run(function: Kernel, *arguments: Any, **options: Any) -> None:
+        names.append(function.name)
+        launch(function, *arguments, **options, seed=3)
+
+    chunk = 2 * RECORD_BYTES[weights]
+    small = {"CHUNK_BYTES": chunk, "NARROW_CHUNK_BYTES": chunk}
+    small |= dict.fromkeys(("RING_BYTES", "NARROW_EXPERT_RING_BYTES"), 4 * (chunk + 16))
+    logits = []
+    for one_kernel in (True, False):
+        cache, tables = make_cache("bf16", 1), np.arange(PAGES_EACH, dtype=np.int32)[None]
+        with (
+            decode_on_cpu(kernel, run, True, multiprocessors=5),
+            patch.multiple(stream, **small),
+        ):
+            tuning = decode.Tuning(one_kernel=one_kernel)
+            args = SHAPE.spec(), on_device, cache.layers, tables
+            step = decode.DecodeStep(*args, tuning=tuning)
+            step.tokens[:] = 7
+            names.clear()
+            step.enqueue()
+            step.enqueue()
+        logits.append(step.logits.copy())
+        assert ("experts" in names) == one_kernel
+        assert ("gate_up" in names) != one_kernel
+    assert relative_error(logits[0], logits[1]) < 1e-5
+
+
+def test_more_blocks_than_multiprocessors_are_refused() -> None:
+    _, on_device = make_weights(parse_weights("bf16"))
+    cache, tables = make_cache("bf16", 1), np.arange(PAGES_EACH, dtype=np.int32)[None]
+    args = SHAPE.spec(), on_device, cache.layers, tables
+    with (
+        decode_on_cpu(kernel, launch, True, multiprocessors=5),
+        pytest.raises(ValueError, match="blocks = 6: legal values are 1 to 5"),
+    ):
+        decode.DecodeStep(*args, tuning=decode.Tuning(blocks=6))
 
 
 def test_a_sampled_step_feeds_its_choice_back() -> None:

@@ -26,13 +26,14 @@ def product(fragments: QuantTensor, x: Array) -> Array:
     tiles, slices = fragments.codes.shape[:2]
     rows, columns = tiles * ROWS, slices * COLUMNS
     macros = {"K": columns, "TOKENS": TOKENS}
+    unused = np.zeros(1, np.uint32)  # words to empty: none
     output = streaming(
         "output", "output", fragments.format, columns, tiles, rows, 2, tokens=TOKENS, **macros
     )
     found = np.zeros((len(x), rows), np.float32)
     for first in range(0, len(x), TOKENS):
         some = slice(first, first + TOKENS)
-        output((1,), found[some], fragments.codes, None, x[some], rows, TOKENS, seed=0)
+        output((1,), found[some], unused, fragments.codes, None, x[some], rows, 0, TOKENS, seed=0)
     return found
 
 
