@@ -69,7 +69,7 @@ gate_up(float* __restrict__ hidden, u32* chosen_ids, const u8* __restrict__ w, c
   int tiles = own_tiles(TOP_K * EXPERT_TILES);
   if (threadIdx.x < 32) chosen.clear();
   auto choose = [&] {
-    Chooser<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS).choose();
+    choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
     int k = threadIdx.x & 31;
     if (blockIdx.x == 0 && k < TOP_K) hand_over(chosen_ids + token * TOP_K + k, chosen.id[k]);
   };
@@ -140,7 +140,7 @@ experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, c
   int wanted = min(STAGES, up_chunks);  // at first, by the warps that multiply
   auto up_chunk = [&](int j, int part) { return gate_up_chunk<Up>(w_gate_up, chosen, own_tile(j), part); };
   if (warp == WARPS) {
-    Chooser<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits).choose();
+    choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits);
     auto down_chunk_at = [&](int j, int k) {
       return down_chunk<Down>(w_down, chosen, own_tile<Down::SIDE_BY_SIDE>(j), k);
     };

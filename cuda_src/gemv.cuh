@@ -99,9 +99,9 @@ struct HandedOver {
   __device__ __forceinline__ const float* at(int slice) const {
     return x + slice * SLICE + (threadIdx.x & 31) * 4;
   }
-  __device__ __forceinline__ uint4 load(int, int slice) const { return look(at(slice)); }
+  __device__ __forceinline__ uint4 load(int, int slice) const { return look_at_four(at(slice)); }
   __device__ __forceinline__ float4 confirmed(const uint4& v, int, int slice) const {
-    return take_over(v, at(slice), counter, gridDim.x - gridDim.x / 8);
+    return take_over_four(v, at(slice), counter, gridDim.x - gridDim.x / 8);
   }
 };
 

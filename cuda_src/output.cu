@@ -29,13 +29,13 @@ output(float* residual, u32* __restrict__ handed_over, const u8* __restrict__ w,
     return w + (static_cast<size_t>(own_tile(j)) * PARTS + part) * SLICES * RECORD_BYTES;
   };
   float before = 0.f;
-  auto fetch_before = [&] {
+  auto waited = [&] {
     for (int i = blockIdx.x * BLOCK_THREADS + threadIdx.x; i < words; i += gridDim.x * BLOCK_THREADS)
       handed_over[i] = EMPTY;
     if (TOKENS == 1) before = row_ahead<Rows>(residual, rows / TILE);
   };
   stream_tiles<Rows, true, true>(
-      shared, tiles, x, tokens, nullptr, fetch_before, nothing, one_tile, nothing, chunk,
+      shared, tiles, x, tokens, nullptr, waited, nothing, one_tile, nothing, chunk,
       [&](int j, int r, int token, float sum, float, bool mine) {
         int row = own_tile(j) * TILE + r;
         if (!mine) return;

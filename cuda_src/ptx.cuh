@@ -42,7 +42,7 @@ __device__ __forceinline__ void hand_over(float* to, float v) {
   u32 word = __float_as_uint(v);
   hand_over(reinterpret_cast<u32*>(to), word == EMPTY ? 0x7fffffffu : word);
 }
-__device__ __forceinline__ uint4 look(const float* from) {  // at four of them, which may be EMPTY
+__device__ __forceinline__ uint4 look_at_four(const float* from) {  // some may be EMPTY
   uint4 v;
 #ifdef CUDA_CPU
   memcpy(&v, from, sizeof v);
@@ -57,12 +57,12 @@ __device__ __forceinline__ uint4 look(const float* from) {  // at four of them, 
 __device__ __forceinline__ bool complete(const uint4& v) {
   return v.x != EMPTY && v.y != EMPTY && v.z != EMPTY && v.w != EMPTY;
 }
-__device__ __forceinline__ void let_others_run() {
+__device__ __forceinline__ void let_others_run() {  // on a GPU they do
 #ifdef CUDA_CPU
   cpu::poll();
 #endif
 }
-__device__ __forceinline__ u32 look(const u32* from) {
+__device__ __forceinline__ u32 look(const u32* from) {  // it may be EMPTY
   u32 word;
 #ifdef CUDA_CPU
   word = *from;
@@ -83,10 +83,11 @@ __device__ __forceinline__ void await_blocks(const u32* counter, u32 count) {
   while (look(counter) - EMPTY < count) let_others_run();
 }
 // `seen`, or what stands there once all four are written, soon after `count` blocks were counted.
-__device__ __forceinline__ float4 take_over(uint4 seen, const float* from, const u32* counter, u32 count) {
+__device__ __forceinline__ float4 take_over_four(uint4 seen, const float* from, const u32* counter,
+                                                 u32 count) {
   if (!complete(seen)) {
     await_blocks(counter, count);
-    for (seen = look(from); !complete(seen); seen = look(from)) let_others_run();
+    for (seen = look_at_four(from); !complete(seen); seen = look_at_four(from)) let_others_run();
   }
   return make_float4(__uint_as_float(seen.x), __uint_as_float(seen.y), __uint_as_float(seen.z),
                      __uint_as_float(seen.w));

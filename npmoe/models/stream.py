@@ -1,5 +1,6 @@
 """How the weight kernels stream their weights: the macros of cuda_src/gemv.cuh and its memory."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from npmoe.errors import UnsupportedModel
@@ -8,12 +9,11 @@ from npmoe.formats.quant_tensor import CODES_PER_BYTE
 
 CHUNK_BYTES, NARROW_CHUNK_BYTES = 40_000, 26_000
 RING_BYTES, NARROW_EXPERT_RING_BYTES = 114_000, 140_000
-EXPERT_WARPS = 16
-NARROW_WARPS = 16, 8, 4, 2, 1
 SLICE_BYTES, WINDOW_FROM = 512, 6
 STATIC_BYTES = 256
-"""Largest chunk, the same of 4-bit codes, and rings; activations of a token's slice, and from how
-many slices a warp they pass through a window; room for a kernel's own arrays."""
+"""Largest chunk, the same of 4-bit codes; ring, and that of both projections of 4-bit experts;
+activations of a token's slice, and from how many slices a warp they pass through a window; room for
+a kernel's own arrays."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,13 @@ class Stream:
         Raises UnsupportedModel where activations and ring do not fit it.
         """
         work = _Work.of(form, slices, stacked, tokens, tiles, blocks, bulk, shared_bytes)
-        choices = NARROW_WARPS if work.narrow else (8, 4, 2, 1)
-        largest = NARROW_CHUNK_BYTES if work.narrow else CHUNK_BYTES
-        for parts in range(1, slices + 1):
+        choices = (16, 8, 4, 2, 1) if work.narrow else (8, 4, 2, 1)
+        for parts in work.parts(form, slices):
             each = slices // parts
-            chunk = each * RECORD_BYTES[form]
-            if slices % parts == 0 and (chunk <= largest or each == 1):
-                for warps in choices:
-                    found = work.stream(parts, stacked * parts, each, chunk, warps)
-                    if found is not None:
-                        return found
+            for warps in choices:
+                found = work.stream(parts, stacked * parts, each, each * RECORD_BYTES[form], warps)
+                if found is not None:
+                    return found
         raise UnsupportedModel(
             f"{slices * stacked * COLUMNS} columns x {tokens} tokens do not fit the "
             f"{shared_bytes:,} bytes of this GPU's shared memory; use device='cpu'"
@@ -131,10 +128,8 @@ class _Work:
     ) -> Stream | None:
         """With this many warps and `chunks` chunks of `each` records a tile, if that fits."""
         batch = self._batch(warps)
-        buffers = 2 if self.bulk and batch < self.own else 1
-        once = self._once(warps)
-        # A second slice in the window costs registers; uneven shares of a chunk leave none.
-        window = (2 if each % warps == 0 else 1) if once else 0
+        buffers, once = self._buffers(batch), self._once(warps)
+        window = _window(once, each, warps)
         place, total = chunk_bytes + 16, self.own * chunks  # two barriers with every chunk
         least = min(total, 2) * place if self.bulk else 0
         while batch > 1 and self._shared(warps, batch, buffers, window) + least > self._room:
@@ -181,15 +176,10 @@ class _Work:
 
     def share(self, form: str, stacked: int, warps: int) -> "_Pass":
         """A part of a kernel whose ring goes round, and is large enough for pairs."""
-        largest, slices = NARROW_CHUNK_BYTES if self.narrow else CHUNK_BYTES, self.slices // stacked
-        parts = next(
-            p
-            for p in range(1, slices + 1)
-            if slices % p == 0 and (slices // p * RECORD_BYTES[form] <= largest or p == slices)
-        )
+        slices = self.slices // stacked
+        parts = next(self.parts(form, slices))
         batch, once, each = self._batch(warps), self._once(warps), slices // parts
-        window = (2 if each % warps == 0 else 1) if once else 0
-        buffers = 2 if batch < self.own else 1
+        window, buffers = _window(once, each, warps), self._buffers(batch)
         paired = self.pairs_fit and (once or (self.narrow and batch % 2 == 0))
         return _Pass(
             parts=parts,
@@ -201,6 +191,17 @@ class _Work:
             rolling=window,
             shared=self._shared(warps, batch, buffers, window),
         )
+
+    def parts(self, form: str, slices: int) -> Iterator[int]:
+        """Numbers of chunks, from the lowest, in which a run of `slices` records may come."""
+        largest = NARROW_CHUNK_BYTES if self.narrow else CHUNK_BYTES
+        for parts in range(1, slices + 1):
+            each = slices // parts
+            if slices % parts == 0 and (each * RECORD_BYTES[form] <= largest or each == 1):
+                yield parts
+
+    def _buffers(self, batch: int) -> int:
+        return 2 if self.bulk and batch < self.own else 1
 
     def _batch(self, warps: int) -> int:
         return min(self.own, max(2, warps // 2))  # a thread finishes one row
@@ -218,6 +219,11 @@ class _Work:
         """Bytes beside the ring: activations, their squares, and sums."""
         staged = (window * warps if window else self.slices) * self.tokens * SLICE_BYTES
         return staged + warps * self.tokens * 4 * (1 + ROWS * batch * buffers)
+
+
+def _window(once: bool, each: int, warps: int) -> int:
+    # A second slice in the window costs registers; uneven shares of a chunk leave none.
+    return (2 if each % warps == 0 else 1) if once else 0
 
 
 @dataclass(frozen=True)
@@ -246,8 +252,8 @@ class ExpertStream:
     up, down: their shares of the work. warps, stages, shared: as of Stream.
     """
 
-    up: "_Pass"
-    down: "_Pass"
+    up: _Pass
+    down: _Pass
     warps: int
     stages: int
     shared: int
@@ -265,7 +271,7 @@ class ExpertStream:
         """For experts of `width` (padded) on activations of `hidden` columns; None where those
         and a ring do not fit the shared memory that a block of this GPU can have."""
         narrow = form in CODES_PER_BYTE
-        warps = EXPERT_WARPS if narrow else 8
+        warps = 16 if narrow else 8
         tiles, gpu = top_k * 2 * width // ROWS, (blocks, True, shared_bytes)
         up = _Work.of(form, hidden // COLUMNS, 1, 1, tiles, *gpu)
         down = _Work.of(form, width // COLUMNS, top_k, 1, hidden // ROWS, *gpu)

@@ -236,6 +236,16 @@ def _read_rows(codes, scales, zeros, table, kind, fp16, pages, out, first, last)
 
 
 @jit
+def _place(j, stop, pages, page_size, slot, first, recent, ring):  # type: ignore[no-untyped-def]
+    """Where the query at stop - 1 reads key j: whether among the copies, which page, which row."""
+    if j < first:
+        return True, slot, j
+    if j >= stop - recent:
+        return True, slot, first + (j - first) % ring
+    return False, pages[j // page_size], j % page_size
+
+
+@jit
 def _attention_cpu(  # type: ignore[no-untyped-def]
     q,
     k_codes,
@@ -276,11 +286,10 @@ def _attention_cpu(  # type: ignore[no-untyped-def]
         scores = np.empty((ratio, stop - start), np.float32)
         for kv in range(first_head, last_head):
             for j in range(start, stop):
-                if j < first or j >= stop - recent:
-                    i = j if j < first else first + (j - first) % ring
-                    _decode_row(*k_copies, fp16, slot, kv, i, row)
+                copied, page, i = _place(j, stop, pages, page_size, slot, first, recent, ring)
+                if copied:
+                    _decode_row(*k_copies, fp16, page, kv, i, row)
                 else:
-                    page, i = pages[j // page_size], j % page_size
                     _decode_row(k_codes, k_scales, k_zeros, k_table, k_kind, fp16, page, kv, i, row)
                 for h in range(ratio):
                     part[:] = 0
@@ -304,11 +313,10 @@ def _attention_cpu(  # type: ignore[no-untyped-def]
                     scores[h, j] /= np.float32(total)
                 out[t, kv * ratio + h, :] = 0
             for j in range(start, stop):
-                if j < first or j >= stop - recent:
-                    i = j if j < first else first + (j - first) % ring
-                    _decode_row(*v_copies, fp16, slot, kv, i, row)
+                copied, page, i = _place(j, stop, pages, page_size, slot, first, recent, ring)
+                if copied:
+                    _decode_row(*v_copies, fp16, page, kv, i, row)
                 else:
-                    page, i = pages[j // page_size], j % page_size
                     _decode_row(v_codes, v_scales, v_zeros, v_table, v_kind, fp16, page, kv, i, row)
                 for h in range(ratio):
                     weight = scores[h, j - start]

@@ -4,7 +4,7 @@
 
 extern "C" __global__ void choose(int* ids, float* weights, const float* logits) {
   __shared__ Choice<TOP_K> choice;
-  Chooser<EXPERTS, TOP_K, RENORMALIZE>(choice, logits + blockIdx.x * EXPERTS).choose();
+  choose_experts<EXPERTS, TOP_K, RENORMALIZE>(choice, logits + blockIdx.x * EXPERTS);
   __syncthreads();
   int k = static_cast<int>(threadIdx.x) - 32;  // the second warp reads what the first has chosen
   if (k < 0 || k >= TOP_K) return;

@@ -34,6 +34,28 @@ def same(got: list[Completion], want: list[Completion]) -> None:
                 assert p.logprob == pytest.approx(q.logprob, abs=1e-4)
 
 
+def check_forward_beside_a_request(llm: npmoe.LLM) -> None:
+    """Logits of one prompt while another is generated change neither."""
+    want = llm.generate(PROMPTS[2], greedy(8)).token_ids
+    logits = llm.forward(PROMPTS[3])
+    request = llm.engine.add(PROMPTS[2], greedy(8).resolve({}))
+    while not request.done:
+        np.testing.assert_array_equal(llm.forward(PROMPTS[3]), logits)
+        llm.engine.step()
+    assert llm.engine.completion(request).token_ids == want
+
+
+def check_unforeseen_ends(llm: npmoe.LLM, ahead: npmoe.LLM, stop_token_ids: range) -> None:
+    """Completions end at different lengths by stop tokens: a step more of `ahead` has begun each
+    time, and their slots go to the prompts that wait."""
+    params = seeded(30, stop_token_ids=list(stop_token_ids))
+    prompts = PROMPTS + PROMPTS[::-1]
+    want = llm.generate(prompts, params)
+    assert len({len(c.token_ids) for c in want}) > 2
+    for _ in range(2):
+        same(ahead.generate(prompts, params), want)
+
+
 @pytest.fixture(scope="module")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_model(tmp_path_factory.mktemp("text"))

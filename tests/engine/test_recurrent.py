@@ -8,7 +8,12 @@ import pytest
 import npmoe
 import npmoe.llm
 from npmoe.models.layers import CausalLM
-from tests.engine.test_pipeline import late_or_not, same
+from tests.engine.test_pipeline import (
+    check_forward_beside_a_request,
+    check_unforeseen_ends,
+    late_or_not,
+    same,
+)
 from tests.llm_fixtures import GOLDEN, load, load_self_decoding
 from tests.test_llm import PROMPTS, check_idle, greedy, seeded
 
@@ -120,24 +125,11 @@ def test_an_aborted_sequences_slot_begins_anew(llm: npmoe.LLM) -> None:
 
 
 def test_forward_beside_running_sequences(llm: npmoe.LLM) -> None:
-    want = llm.generate(PROMPTS[2], greedy(8)).token_ids
-    logits = llm.forward(PROMPTS[3])
-    request = llm.engine.add(PROMPTS[2], greedy(8).resolve({}))
-    while not request.done:
-        np.testing.assert_array_equal(llm.forward(PROMPTS[3]), logits)
-        llm.engine.step()
-    assert llm.engine.completion(request).token_ids == want
+    check_forward_beside_a_request(llm)
 
 
 @late_or_not
 def test_a_token_after_the_end_is_discarded_with_its_state(llm: npmoe.LLM, late: bool) -> None:
-    # Completions end at different lengths by stop tokens, unforeseen: a step more has begun each
-    # time, and their slots go to the prompts that wait.
-    params = seeded(30, stop_token_ids=list(range(0, 128, 5)))
-    prompts = PROMPTS + PROMPTS[::-1]
-    want = llm.generate(prompts, params)
-    assert len({len(c.token_ids) for c in want}) > 2
     with load_self_decoding(NEXT, late, max_num_seqs=3) as ahead:
-        for _ in range(2):
-            same(ahead.generate(prompts, params), want)
+        check_unforeseen_ends(llm, ahead, range(0, 128, 5))
         check_all_free(ahead)

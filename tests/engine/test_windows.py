@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,7 +12,12 @@ import npmoe
 import npmoe.llm
 from npmoe import KVCacheConfig, KVWindows
 from npmoe.models.cache import sequence_bytes
-from tests.engine.test_pipeline import late_or_not, same
+from tests.engine.test_pipeline import (
+    check_forward_beside_a_request,
+    check_unforeseen_ends,
+    late_or_not,
+    same,
+)
 from tests.llm_fixtures import GOLDEN, load, load_self_decoding, write_text_model
 from tests.test_llm import PROMPTS, check_idle, greedy, seeded
 
@@ -49,11 +55,8 @@ def computed(llm: npmoe.LLM, prompt: list[int], count: int) -> tuple[list[int], 
         taken += sum(work.count for work in works)
         return run(works, wants_all)
 
-    llm.engine.runner.run = counted  # type: ignore[method-assign]
-    try:
+    with patch.object(llm.engine.runner, "run", counted):
         return llm.generate(prompt, greedy(count)).token_ids, taken
-    finally:
-        del llm.engine.runner.run
 
 
 def test_windows_that_reach_everything_are_a_bf16_cache(folder: Path) -> None:
@@ -117,33 +120,21 @@ def test_preemption_changes_nothing(
     monkeypatch.setattr(npmoe.llm, "free_memory", lambda device: int(copies + 17 * PAGE_BYTES))
     with load_plus(folder, memory_fraction=1.0, max_seq_len=64) as tight:
         assert tight.engine.scheduler.allocator.num_pages == 17
-        preempted = []
-        preempt = tight.engine.scheduler.preempt
-        tight.engine.scheduler.preempt = lambda s: (preempted.append(s), preempt(s))  # type: ignore
-        assert [c.token_ids for c in tight.generate(PROMPTS, seeded(20))] == alone
-        assert preempted
+        scheduler = tight.engine.scheduler
+        with patch.object(scheduler, "preempt", side_effect=scheduler.preempt) as preempt:
+            assert [c.token_ids for c in tight.generate(PROMPTS, seeded(20))] == alone
+        assert preempt.called
         check_all_free(tight)
 
 
 def test_forward_beside_running_sequences(llm: npmoe.LLM) -> None:
-    want = llm.generate(PROMPTS[2], greedy(8)).token_ids
-    logits = llm.forward(PROMPTS[3])
-    request = llm.engine.add(PROMPTS[2], greedy(8).resolve({}))
-    while not request.done:
-        np.testing.assert_array_equal(llm.forward(PROMPTS[3]), logits)
-        llm.engine.step()
-    assert llm.engine.completion(request).token_ids == want
+    check_forward_beside_a_request(llm)
 
 
 @late_or_not
 def test_a_token_after_the_end_is_discarded(llm: npmoe.LLM, folder: Path, late: bool) -> None:
-    params = seeded(30, stop_token_ids=list(range(0, 300, 7)))
-    prompts = PROMPTS + PROMPTS[::-1]
-    want = llm.generate(prompts, params)
-    assert len({len(c.token_ids) for c in want}) > 2
     with load_self_decoding(folder, late, max_num_seqs=3, kv_cache=PLUS, prefill_chunk=7) as ahead:
-        for _ in range(2):
-            same(ahead.generate(prompts, params), want)
+        check_unforeseen_ends(llm, ahead, range(0, 300, 7))
         check_all_free(ahead)
 
 
