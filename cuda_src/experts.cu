@@ -14,6 +14,8 @@
 //   chosen_ids int32 [tokens][TOP_K]                out of gate_up, EMPTY before its launch, in of down
 //   router_logits float32 [tokens][EXPERTS]         in
 //   norm     float32 [HIDDEN]                       in
+//   next_weights u8 [next_bytes]                    in: brought into L2 for the kernel after experts
+//   next_bytes int32, a multiple of 16; eps float32
 // Grid: (any, tokens) blocks of BLOCK_THREADS threads; block (b, token) takes
 // of its token the tiles that own_tile in gemv.cuh says. Of experts all blocks must run at once: at most
 // one a multiprocessor, for one token.
@@ -113,12 +115,14 @@ down(float* residual, const u8* __restrict__ w, const u32* chosen_ids, const flo
 CPU_KERNEL(down)
 
 #ifdef DOWN_PARTS
+constexpr int PREFETCH = 4096;  // bytes at a time
 #if !BULK || RESIDENT
 #error "experts needs BULK and a ring that goes round"
 #endif
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
 experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, const u8* __restrict__ w_down,
-        const float* router_logits, const float* __restrict__ norm, float eps) {
+        const float* router_logits, const float* __restrict__ norm, const u8* next_weights, int next_bytes,
+        float eps) {
   using Up = Pass<HIDDEN / SLICE / PARTS, PARTS, 1, true>;
   using Down = Pass<WIDTH / SLICE / DOWN_PARTS, TOP_K * DOWN_PARTS, 1, false, DOWN_BATCH,
                     DOWN_PAIRED ? 2 : 1, DOWN_ROLLING, DOWN_BUFFERS>;
@@ -155,6 +159,10 @@ experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, c
       }
     __syncwarp();
     launch_next();  // the next kernel asks for its weights only now
+    // It may find no room beside this one, which leaves the memory idle while it multiplies its last chunks.
+    int share = (next_bytes / 16 + gridDim.x - 1) / gridDim.x * 16, first = blockIdx.x * share;
+    for (int at = first + lane * PREFETCH; at < min(first + share, next_bytes); at += 32 * PREFETCH)
+      bulk_prefetch(next_weights + at, min(PREFETCH, min(first + share, next_bytes) - at));
     return;
   }
   auto ask = [&] {

@@ -98,10 +98,15 @@ __device__ __forceinline__ void store_new(const float* projected, const Pages& p
   if (key) turn_head(v, factors, normed, eps);
   float a = v[0], b = v[1];
   if (piece) a = v[D / 32 - 2], b = v[D / 32 - 1];
-  if (key)
-    store_piece<K_FORMAT>(pages.k_codes + row * K_ROW, pages.k_scales + row * GROUPS, near.k,
-                         near.k_scales, piece, a, b);
-  else
-    store_piece<V_FORMAT>(pages.v_codes + row * V_ROW, pages.v_scales + row * GROUPS, near.v,
-                         near.v_scales, piece, a, b);
+  if constexpr (K_FORMAT == V_FORMAT) {  // the code once
+    store_piece<K_FORMAT>((key ? pages.k_codes : pages.v_codes) + row * K_ROW,
+                          (key ? pages.k_scales : pages.v_scales) + row * GROUPS, key ? near.k : near.v,
+                          key ? near.k_scales : near.v_scales, piece, a, b);
+  } else if (key) {
+    store_piece<K_FORMAT>(pages.k_codes + row * K_ROW, pages.k_scales + row * GROUPS, near.k, near.k_scales,
+                          piece, a, b);
+  } else {
+    store_piece<V_FORMAT>(pages.v_codes + row * V_ROW, pages.v_scales + row * GROUPS, near.v, near.v_scales,
+                          piece, a, b);
+  }
 }

@@ -42,7 +42,19 @@ __device__ __forceinline__ void hand_over(float* to, float v) {
   u32 word = __float_as_uint(v);
   hand_over(reinterpret_cast<u32*>(to), word == EMPTY ? 0x7fffffffu : word);
 }
-__device__ __forceinline__ uint4 look_at_four(const float* from) {  // some may be EMPTY
+__device__ __forceinline__ void hand_over(float4* to, const float4& v) {
+  u32 words[4] = {__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)};
+  for (u32& word : words)
+    if (word == EMPTY) word = 0x7fffffffu;
+#ifdef CUDA_CPU
+  memcpy(to, words, sizeof words);
+#else
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(words[0]), "r"(words[1]),
+               "r"(words[2]), "r"(words[3])
+               : "memory");
+#endif
+}
+__device__ __forceinline__ uint4 look_at_four(const void* from) {  // some may be EMPTY
   uint4 v;
 #ifdef CUDA_CPU
   memcpy(&v, from, sizeof v);
@@ -82,15 +94,23 @@ __device__ __forceinline__ void count_block(u32* counter) { atomicAdd(counter, 1
 __device__ __forceinline__ void await_blocks(const u32* counter, u32 count) {
   while (look(counter) - EMPTY < count) let_others_run();
 }
-// `seen`, or what stands there once all four are written, soon after `count` blocks were counted.
-__device__ __forceinline__ float4 take_over_four(uint4 seen, const float* from, const u32* counter,
+__device__ __forceinline__ float4 four_floats(const uint4& v) {
+  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+// `seen`, or what stands there once all four are written.
+__device__ __forceinline__ float4 take_over_four(uint4 seen, const void* from) {
+  for (; !complete(seen); seen = look_at_four(from)) let_others_run();
+  return four_floats(seen);
+}
+// The same, which is soon after `count` blocks were counted.
+__device__ __forceinline__ float4 take_over_four(const uint4& seen, const void* from, const u32* counter,
                                                  u32 count) {
-  if (!complete(seen)) {
-    await_blocks(counter, count);
-    for (seen = look_at_four(from); !complete(seen); seen = look_at_four(from)) let_others_run();
-  }
-  return make_float4(__uint_as_float(seen.x), __uint_as_float(seen.y), __uint_as_float(seen.z),
-                     __uint_as_float(seen.w));
+  if (complete(seen)) return four_floats(seen);
+  await_blocks(counter, count);
+  return take_over_four(look_at_four(from), from);
+}
+__device__ __forceinline__ void empty_four(float4* at) {
+  *reinterpret_cast<uint4*>(at) = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
 }
 
 // With STAMPS (bench/timeline.py), the first thread of each block notes when it passes STAMP(0) to
@@ -157,6 +177,7 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
 // A place in shared memory, hidden from the compiler, which would compute it anew for every use.
 struct SharedAt {
   u32 address;
+  SharedAt() = default;
   __device__ __forceinline__ SharedAt(const void* p) : address(shared_address(p)) {
     asm volatile("" : "+r"(address));
   }
@@ -166,6 +187,16 @@ struct SharedAt {
     return moved;
   }
 };
+template <class T>
+__device__ __forceinline__ T* in_shared(SharedAt at) {
+  return static_cast<T*>(__cvta_shared_to_generic(at.address));
+}
+// A pointer hidden likewise, which stays in registers.
+template <class T>
+__device__ __forceinline__ T* kept(T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
 // 16 bytes (or 8, or 4) into shared memory in the background; groups of copies end in order.
 // async_wait<N>: until at most N of this thread's groups are on their way.
 template <int BYTES>
@@ -245,10 +276,55 @@ __device__ __forceinline__ u64 peer_u64(const u64* own, int rank) {
   asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(v) : "r"(peer_address(own, rank)) : "memory");
   return v;
 }
+// Announces this thread, but nothing that it wrote.
+__device__ __forceinline__ void cluster_announce() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+// Where the blocks of a cluster give each other results: a barrier in shared memory that counts bytes, once.
+// `open` by one thread, before it announces itself; `give` once the cluster has; `expect` by one thread, how much
+// will be given to its block; `wait`, by all threads, until that is there, and what this thread wrote before.
+struct Inbox {
+  u64 barrier;
+  __device__ __forceinline__ void open() {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __device__ __forceinline__ void give(float4* own, int rank, const float4& v) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
+                     peer_address(own, rank)),
+                 "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(peer_address(&barrier, rank))
+                 : "memory");
+  }
+  __device__ __forceinline__ void give(float2* own, int rank, const float2& v) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(
+                     peer_address(own, rank)),
+                 "f"(v.x), "f"(v.y), "r"(peer_address(&barrier, rank))
+                 : "memory");
+  }
+  __device__ __forceinline__ void expect(u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+                 : "memory");
+  }
+  __device__ __forceinline__ void wait() {
+    asm volatile(
+        "{\n.reg .pred done;\nagain%=:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+        "@!done bra again%=;\n}" ::"r"(shared_address(&barrier))
+        : "memory");
+  }
+};
 #else
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ void cluster_arrive() { __syncthreads(); }
 __device__ __forceinline__ void cluster_wait() {}
+__device__ __forceinline__ void cluster_announce() { __syncthreads(); }
+struct Inbox {  // of a block alone
+  __device__ __forceinline__ void open() {}
+  __device__ __forceinline__ void give(float4* own, int, const float4& v) { *own = v; }
+  __device__ __forceinline__ void give(float2* own, int, const float2& v) { *own = v; }
+  __device__ __forceinline__ void expect(u32) {}
+  __device__ __forceinline__ void wait() { __syncthreads(); }
+};
 __device__ __forceinline__ float peer_float(const float* own, int) { return *own; }
 __device__ __forceinline__ u32 peer_u32(const u32* own, int) { return *own; }
 __device__ __forceinline__ u64 peer_u64(const u64* own, int) { return *own; }
@@ -256,6 +332,10 @@ __device__ __forceinline__ u64 peer_u64(const u64* own, int) { return *own; }
 // A barrier of the block's first `count` threads, whole warps.
 __device__ __forceinline__ void sync_threads(int count) {
   asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory");
+}
+// The same of one of up to 8 teams of `count` threads each.
+__device__ __forceinline__ void sync_team(int team, int count) {
+  asm volatile("bar.sync %0, %1;" ::"r"(2 + team), "r"(count) : "memory");
 }
 __device__ __forceinline__ void cluster_sync() {
   cluster_arrive();
@@ -309,6 +389,10 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes,
       "l"(from), "r"(bytes), "r"(barrier.address), "l"(policy)
       : "memory");
 }
+// Brings bytes (a multiple of 16, aligned to 16) into L2.
+__device__ __forceinline__ void bulk_prefetch(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 #endif
 #else
 #ifndef CLUSTER
@@ -318,21 +402,47 @@ inline int cluster_rank() { return cpu::cluster_rank(); }
 inline void cluster_arrive() { cpu::cluster_arrive(); }
 inline void cluster_wait() { cpu::cluster_wait(); }
 inline void cluster_sync() { cpu::cluster_barrier(); }
+inline void cluster_announce() { cpu::cluster_arrive(); }
+struct Inbox {
+  bool is_open;
+  void open() { is_open = true; }
+  template <class T>
+  void give(T* own, int rank, const T& v) {
+    if (cpu::peer(&is_open, rank) != true) cpu::fail("an inbox that is not open");
+    cpu::give(own, rank, v);
+  }
+  void expect(u32 bytes) { cpu::block->expected_bytes += bytes; }
+  void wait() { cpu::await_given(); }
+};
 inline float peer_float(const float* own, int rank) { return cpu::peer(own, rank); }
 inline u32 peer_u32(const u32* own, int rank) { return cpu::peer(own, rank); }
 inline u64 peer_u64(const u64* own, int rank) { return cpu::peer(own, rank); }
 #define SHARED_MEMORY(name) unsigned char* name = reinterpret_cast<unsigned char*>(cpu::block->smem.data())
 inline void prefetch(const void*) {}
-#define sync_threads(count) cpu::barrier(__LINE__, count)
+#define sync_threads(count) cpu::barrier(__LINE__, count, 1)
+#define sync_team(team, count) cpu::barrier(__LINE__, count, 2 + (team))
 inline uint4 load_stream(const void* p) {
   uint4 v;
   memcpy(&v, p, 16);
   return v;
 }
-typedef u8* SharedAt;
+struct SharedAt {
+  u8* address;
+  SharedAt() = default;
+  SharedAt(const void* p) : address(static_cast<u8*>(const_cast<void*>(p))) {}
+  SharedAt operator+(int bytes) const { return address + bytes; }
+};
+template <class T>
+inline T* in_shared(SharedAt at) {
+  return reinterpret_cast<T*>(at.address);
+}
+template <class T>
+inline T* kept(T* p) {
+  return p;
+}
 template <int BYTES>
 inline void async_copy(SharedAt to, const void* from) {
-  cpu::async_copy(to, from, BYTES);
+  cpu::async_copy(to.address, from, BYTES);
 }
 inline void async_commit() { cpu::current->async_groups++; }
 template <int N>
@@ -340,7 +450,7 @@ inline void async_wait() {
   cpu::async_wait(N);
 }
 inline void load_matrices(u32 (&r)[4], SharedAt row) {
-  auto words = cpu::warp_op(~0u, static_cast<const void*>(row), [](auto of, int lane) {
+  auto words = cpu::warp_op(~0u, static_cast<const void*>(row.address), [](auto of, int lane) {
     std::array<u32, 4> out;
     for (int i = 0; i < 4; i++)
       memcpy(&out[i], static_cast<const u8*>(of(8 * i + lane / 4)) + lane % 4 * 4, 4);
@@ -349,7 +459,7 @@ inline void load_matrices(u32 (&r)[4], SharedAt row) {
   for (int i = 0; i < 4; i++) r[i] = words[i];
 }
 inline void load_matrices_transposed(u32 (&r)[4], SharedAt row) {
-  auto words = cpu::warp_op(~0u, static_cast<const void*>(row), [](auto of, int lane) {
+  auto words = cpu::warp_op(~0u, static_cast<const void*>(row.address), [](auto of, int lane) {
     std::array<u32, 4> out;
     for (int i = 0; i < 8; i++) {
       unsigned short half;
@@ -408,6 +518,7 @@ inline void barrier_init(u64* barrier, u32 arrivals) {
 inline void barrier_init_done() {}
 inline void barrier_arrive(u64* barrier) { cpu::mbarrier_step(mbarrier(barrier), 1, 0); }
 inline void barrier_wait(u64* barrier, u32 phase) { cpu::mbarrier_wait(mbarrier(barrier), phase); }
+inline void bulk_prefetch(const void* from, u32 bytes) { cpu::bulk_prefetch(from, bytes); }
 inline void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
   cpu::bulk_copy(to, from, bytes, mbarrier(barrier));
 }

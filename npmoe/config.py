@@ -567,7 +567,7 @@ class EngineConfig:
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
     max_seq_len: int | None = None
     max_num_seqs: int = 16
-    page_size: int = 16
+    page_size: int = 32
     prefill_chunk: int = 512
     memory_fraction: float = 0.5
 

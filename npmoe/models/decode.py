@@ -97,8 +97,11 @@ class DecodeStep:
         self.seq_lens = xp.zeros(seqs, xp.int32)
         self.history = xp.zeros((seqs, history), xp.int32)
         heads = seqs * a.num_kv_heads
+        k, v = cache[0]
+        self._split = AttentionSplit.fit(a.head_dim, k.format, v.format, self.shared_bytes)
         self.fused, self.cluster = True, CLUSTER if self.bulk else 1
-        self.partial = xp.zeros(2 * seqs * a.num_heads * a.head_dim * MAX_CLUSTERS, xp.float32)
+        shares = 2 * seqs * a.num_heads * a.head_dim * MAX_CLUSTERS
+        self.partial = xp.full(shares, EMPTY, xp.uint32)
         self.arrived = xp.zeros(heads * CLUSTER, xp.uint32)
         self.sampler = Sampler(seqs, spec.vocab_size) if sampled else None
         if cos_sin is None:
@@ -126,7 +129,8 @@ class DecodeStep:
         whether a sequence of the batch is long; results differ by rounding only."""
         a = self.spec.layers[0].attention
         assert isinstance(a, AttentionSpec)
-        wanted = self.tuning.splits or self.blocks // a.num_kv_heads
+        beside = self._split.beside if self.cluster == LONG_CLUSTER else 1
+        wanted = self.tuning.splits or beside * self.blocks // a.num_kv_heads
         return self.cluster * min(max(1, wanted // self.cluster), MAX_CLUSTERS)
 
     def with_sampler(self, sampler: Sampler) -> "DecodeStep":
@@ -217,7 +221,8 @@ class DecodeStep:
         if together is None:
             self._experts(w, mlp, macros)
         else:
-            self._experts_in_one(w, macros, together)
+            following = self.weights.get(f"layers.{i + 1}.qkv_proj", self.weights["lm_head"])
+            self._experts_in_one(w, macros, together, following)
 
     def _route(self, w: dict[str, Any], mlp: ExpertSpec) -> None:
         experts, warps = mlp.router.num_experts, 4 if self.spec.hidden_size < WIDE else 8
@@ -237,8 +242,7 @@ class DecodeStep:
         a = self.spec.layers[i].attention
         assert isinstance(a, AttentionSpec)
         k, v = self.cache[i]
-        formats = k.format, v.format
-        split = AttentionSplit.fit(a.head_dim, *formats, self.shared_bytes)
+        split = self._split
         macros = {
             "HEADS": a.num_heads,
             "KV_HEADS": a.num_kv_heads,
@@ -249,6 +253,7 @@ class DecodeStep:
             "V_FORMAT": KV_CODES[v.format],
             **split.macros(),
             "FUSED": int(self.fused),
+            "SCATTERED": int(self._all_at_once),
         }
         pages = k.codes, k.scales, v.codes, v.scales, self.block_table, self.seq_lens
         if not self.fused:
@@ -267,6 +272,15 @@ class DecodeStep:
             *(self.partial, self.arrived, self.block_table.shape[1], self.spec.eps, a.scale),
             shared=split.shared,
         )
+
+    @property
+    def _all_at_once(self) -> bool:
+        """Whether all blocks of attention are sure to run at the same time; two neighbouring
+        multiprocessors hold clusters of 2, but larger ones may find no place."""
+        a = self.spec.layers[0].attention
+        assert isinstance(a, AttentionSpec)
+        blocks = self.splits * a.num_kv_heads * self.num_seqs
+        return self.cluster == LONG_CLUSTER and blocks <= self.blocks * self._split.beside
 
     def _expert_stream(self, w: dict[str, Any], mlp: ExpertSpec) -> ExpertStream | None:
         """How one kernel runs the experts, or None where two do."""
@@ -299,8 +313,13 @@ class DecodeStep:
         }
 
     def _experts_in_one(
-        self, w: dict[str, Any], macros: dict[str, int], stream: ExpertStream
+        self,
+        w: dict[str, Any],
+        macros: dict[str, int],
+        stream: ExpertStream,
+        following: QuantTensor,
     ) -> None:
+        """following: the weights that the next kernel reads."""
         gate_up, down = w["gate_up_proj"], w["down_proj"]
         macros = macros | stream.macros() | {"W_FORMAT": W_CODES[down.format]}
         launch(
@@ -313,6 +332,8 @@ class DecodeStep:
             down.codes,
             self.router_logits,
             w["post_attention_layernorm"],
+            following.codes,
+            min(following.codes.nbytes, PREFETCH_BYTES),
             self.spec.eps,
             shared=stream.shared,
         )
@@ -373,11 +394,13 @@ class DecodeStep:
 
 
 CLUSTER, LONG_CLUSTER, MAX_CLUSTERS, LONG_CONTEXT = 8, 2, 64, 8192
-WIDE, BLOCK_BYTES = 4096, 1024
+WIDE, BLOCK_BYTES, PREFETCH_BYTES = 4096, 1024, 16 << 20
 """Blocks of an attention cluster, the same from LONG_CONTEXT tokens on, most clusters a head, that
 number of tokens; hidden size from which the router takes more warps; shared memory that CUDA keeps
-of each block."""
+of each block; most bytes of the next kernel's weights that one brings into L2."""
 MAX_TOP_K = 32
+EMPTY = 0xFFFFFFFF
+"""A word that a block waits for, as cuda_src/ptx.cuh has it, until another has written it."""
 _LAYER_WEIGHTS = (
     *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),
     *("post_attention_layernorm", "router", "gate_up_proj", "down_proj"),

@@ -93,6 +93,7 @@ namespace cpu {
 
 constexpr size_t STACK_BYTES = 128 << 10, GUARD = 4;  // GUARD: uint4 behind dynamic shared memory
 constexpr unsigned char POISON = 0xFF;
+constexpr int BARRIERS = 16;  // of a block
 
 enum State { READY, AT_BARRIER, AT_WARP_OP, AT_MBARRIER, AT_CLUSTER, POLLING, ENDED };
 
@@ -117,7 +118,7 @@ struct AsyncCopy {
 struct Fiber {
   void* stack_pointer = nullptr;
   uint3 thread{};
-  int lane = 0, warp = 0, line = 0;  // line: of the barrier it waits at
+  int lane = 0, warp = 0, line = 0, barrier = 0;  // line: of the barrier it waits at
   State state = READY;
   // A warp operation: lanes that take part, what this lane brings, how to compute its result.
   unsigned mask = 0;
@@ -142,12 +143,15 @@ struct Block {
   unsigned seed = 0;
   std::function<void()> run;
   void* scheduler = nullptr;  // its stack pointer
-  int alive = 0, waiting = 0, expected = 0;
+  int alive = 0;
+  size_t given_bytes = 0, expected_bytes = 0;  // by blocks of the cluster
+  int waiting[BARRIERS] = {}, expected[BARRIERS] = {};  // at each barrier; of all that have not ended: 0
   std::string error;
 };
 inline Block* block = nullptr;
 inline Fiber* current = nullptr;
-inline std::vector<Block>* cluster = nullptr;
+inline std::vector<Block>* cluster = nullptr;  // one, or several that run in turns
+inline int cluster_size = 1;
 
 struct Random {
   uint64_t state;
@@ -183,20 +187,25 @@ inline void fail(const std::string& what) {  // ends the launch; a fiber does no
 }
 
 inline void release_if_all_wait(Block& b) {
-  if (!b.alive || b.waiting < (b.expected ? b.expected : b.alive)) return;
-  b.waiting = 0;
-  for (Fiber& f : b.fibers)
-    if (f.state == AT_BARRIER) f.state = READY;
+  for (int i = 0; i < BARRIERS; i++) {
+    int expected = b.expected[i] ? b.expected[i] : b.alive;
+    if (b.waiting[i] == 0 || b.waiting[i] < expected) continue;
+    b.waiting[i] = 0;
+    for (Fiber& f : b.fibers)
+      if (f.state == AT_BARRIER && f.barrier == i) f.state = READY;
+  }
 }
 
-inline void barrier(int line, int threads = 0) {  // of so many threads, 0: of all that have not ended
+// The number-th barrier, of so many threads, 0: of all that have not ended.
+inline void barrier(int line, int threads = 0, int number = 0) {
   Block& b = *block;
-  b.expected = threads;
+  if (number < 0 || number >= BARRIERS) fail("a barrier that there is not");
+  b.expected[number] = threads;
   for (const Fiber& f : b.fibers)
-    if (f.state == AT_BARRIER && f.line != line)
+    if (f.state == AT_BARRIER && f.barrier == number && f.line != line)
       fail("threads at barriers of lines " + std::to_string(f.line) + " and " + std::to_string(line));
-  current->state = AT_BARRIER, current->line = line;
-  b.waiting++;
+  current->state = AT_BARRIER, current->line = line, current->barrier = number;
+  b.waiting[number]++;
   release_if_all_wait(b);
   if (current->state == AT_BARRIER) pause();
 }
@@ -287,6 +296,12 @@ inline void mbarrier_wait(Mbarrier* m, unsigned phase) {
   }
 }
 
+// Reads them, so that an address outside an array is found.
+inline void bulk_prefetch(const void* from, unsigned bytes) {
+  if (bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) fail("a misaligned prefetch");
+  volatile unsigned char last = static_cast<const unsigned char*>(from)[bytes - 1];
+  (void)last;
+}
 inline void bulk_copy(void* to, const void* from, unsigned bytes, Mbarrier* m) {
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16)
     fail("a bulk copy that is not aligned to 16 bytes");
@@ -317,7 +332,9 @@ inline void async_wait(int at_most) {
   all.resize(kept);
 }
 
-inline int cluster_rank() { return static_cast<int>(block - cluster->data()); }
+// Where this block is among those that run in turns, clusters one after another.
+inline int place_in_turns() { return static_cast<int>(block - cluster->data()); }
+inline int cluster_rank() { return place_in_turns() % cluster_size; }
 
 inline void cluster_barrier() {
   current->state = AT_CLUSTER;
@@ -337,23 +354,41 @@ inline void cluster_wait() {
   if (block->seed % 2 == 1) cluster_barrier();
 }
 
-// What lies at an address of this block's shared memory in block `rank` of the cluster.
-template <class T>
-T peer(const T* own, int rank) {
-  if (rank < 0 || rank >= static_cast<int>(cluster->size())) fail("a block outside the cluster");
-  Block& other = (*cluster)[rank];
-  if (&other == block) return *own;
-  auto* at = reinterpret_cast<const unsigned char*>(own);
+inline Block& peer_block(int rank) {
+  if (rank < 0 || rank >= cluster_size) fail("a block outside the cluster");
+  return (*cluster)[place_in_turns() - cluster_rank() + rank];
+}
+// Where an address of this block's shared memory is in block `rank` of the cluster.
+inline unsigned char* peer_place(const void* own, int rank) {
+  Block& other = peer_block(rank);
+  auto* at = static_cast<const unsigned char*>(own);
+  if (&other == block) return const_cast<unsigned char*>(at);
   auto* dynamic = reinterpret_cast<const unsigned char*>(block->smem.data());
   bool is_static = at >= __start_shared_memory && at < __stop_shared_memory;
   if (!is_static && (at < dynamic || at >= dynamic + block->smem.size() * sizeof(uint4)))
     fail("an address outside shared memory");
-  const unsigned char* there = is_static
-                                   ? other.statics.data() + (at - __start_shared_memory)
-                                   : reinterpret_cast<const unsigned char*>(other.smem.data()) + (at - dynamic);
+  return is_static ? other.statics.data() + (at - __start_shared_memory)
+                   : reinterpret_cast<unsigned char*>(other.smem.data()) + (at - dynamic);
+}
+template <class T>
+T peer(const T* own, int rank) {
   T v;
-  memcpy(&v, there, sizeof v);
+  memcpy(&v, peer_place(own, rank), sizeof v);
   return v;
+}
+template <class T>
+void give(T* own, int rank, const T& v) {
+  unsigned char* there = peer_place(own, rank);
+  Block& other = peer_block(rank);
+  if (other.alive == 0) fail("a write to a block that has ended");
+  memcpy(there, &v, sizeof v);
+  other.given_bytes += sizeof v;
+}
+// Until all blocks of the cluster are here, and as much was given to this one as it expects.
+inline void await_given() {
+  cluster_barrier();
+  if (block->given_bytes != block->expected_bytes)
+    fail(std::to_string(block->given_bytes) + " bytes were given, not " + std::to_string(block->expected_bytes));
 }
 
 // Memory that kernels write. in_flight: one that may still run when this launch begins does.
@@ -418,7 +453,8 @@ inline void start_block(Block& b, unsigned char* stacks, unsigned seed) {
   __asan_unpoison_memory_region(stacks, STACK_BYTES * count);
   if (!b.smem.empty())
     memset(static_cast<void*>(b.smem.data()), POISON, b.smem.size() * sizeof(uint4));
-  b.alive = count, b.waiting = 0, b.expected = 0, b.seed = seed;
+  b.alive = count, b.seed = seed, b.given_bytes = b.expected_bytes = 0;
+  std::fill_n(b.waiting, BARRIERS, 0), std::fill_n(b.expected, BARRIERS, 0);
   for (int i = 0; i < count; i++) {
     Fiber& f = b.fibers[i] = Fiber();
     int x = b.size.x, y = b.size.y;
@@ -484,8 +520,8 @@ struct FlushSubnormals {
   FlushSubnormals() { _mm_setcsr(before | _MM_FLUSH_ZERO_ON); }
   ~FlushSubnormals() { _mm_setcsr(before); }
 };
-// Runs the blocks of a cluster in turns; returns an error text.
-inline std::string run_cluster(std::vector<Block>& blocks, unsigned char* stacks, Random& random,
+// Runs blocks in turns; returns an error text.
+inline std::string run_in_turns(std::vector<Block>& blocks, unsigned char* stacks, Random& random,
                                unsigned seed) {
   cluster = &blocks;
   poison_shared();
@@ -524,9 +560,9 @@ constexpr char kind() {
 }
 
 // sizes: grid x, y, z, block x, y, z. arguments[i] points at argument i, kinds[i] is its type: P, i or f.
-// Clusters are of so many blocks along x. Returns an error text or null.
+// Clusters are of so many blocks along x, and so many blocks run in turns. Returns an error text or null.
 template <class... A, size_t... I>
-const char* launch(void (*kernel)(A...), int blocks_a_cluster, const unsigned* sizes, size_t shared,
+const char* launch(void (*kernel)(A...), int in_turns, int blocks_a_cluster, const unsigned* sizes, size_t shared,
                    void** arguments, const char* kinds, unsigned seed, std::index_sequence<I...>) {
   static std::string error;
   const char wanted[] = {kind<A>()..., 0};
@@ -534,14 +570,15 @@ const char* launch(void (*kernel)(A...), int blocks_a_cluster, const unsigned* s
     error = std::string("takes arguments of types ") + wanted + ", was given " + kinds;
     return error.c_str();
   }
-  if (sizes[0] % blocks_a_cluster) return "the grid is not a multiple of the cluster";
+  if (sizes[0] % in_turns || in_turns % blocks_a_cluster) return "the grid is not a multiple of the cluster";
+  cluster_size = blocks_a_cluster;
 #if defined(__SANITIZE_ADDRESS__)
   size_t used = (shared + 15) / 16, guard = 0;
 #else
   size_t used = (shared + 15) / 16, guard = GUARD;
 #endif
   size_t threads = sizes[3] * sizes[4] * sizes[5];
-  std::vector<Block> blocks(blocks_a_cluster);
+  std::vector<Block> blocks(in_turns);
   for (Block& b : blocks) {
     b.grid = dim3(sizes[0], sizes[1], sizes[2]), b.size = dim3(sizes[3], sizes[4], sizes[5]);
     b.run = [&] { kernel(*static_cast<std::remove_cv_t<A>*>(arguments[I])...); };
@@ -553,12 +590,12 @@ const char* launch(void (*kernel)(A...), int blocks_a_cluster, const unsigned* s
   Random random{seed};
   error.clear();
   hasty = false;
-  for (int i : random.order(sizes[0] * sizes[1] * sizes[2] / blocks_a_cluster, seed)) {
-    for (int r = 0; r < blocks_a_cluster; r++) {
-      unsigned at = i * blocks_a_cluster + r, x = sizes[0], y = sizes[1];
+  for (int i : random.order(sizes[0] * sizes[1] * sizes[2] / in_turns, seed)) {
+    for (int r = 0; r < in_turns; r++) {
+      unsigned at = i * in_turns + r, x = sizes[0], y = sizes[1];
       blocks[r].index = uint3{at % x, at / x % y, at / (x * y)};
     }
-    error = run_cluster(blocks, stacks.get(), random, seed);
+    error = run_in_turns(blocks, stacks.get(), random, seed);
     for (Block& b : blocks) {
       auto* behind = reinterpret_cast<unsigned char*>(b.smem.data() + used);
       block = &b;
@@ -571,10 +608,10 @@ const char* launch(void (*kernel)(A...), int blocks_a_cluster, const unsigned* s
 }
 
 template <class... A>
-const char* launch(void (*kernel)(A...), int blocks_a_cluster, const unsigned* sizes, size_t shared,
+const char* launch(void (*kernel)(A...), int in_turns, int blocks_a_cluster, const unsigned* sizes, size_t shared,
                    void** arguments, const char* kinds, unsigned seed) {
   const FlushSubnormals here;
-  return launch(kernel, blocks_a_cluster, sizes, shared, arguments, kinds, seed,
+  return launch(kernel, in_turns, blocks_a_cluster, sizes, shared, arguments, kinds, seed,
                 std::index_sequence_for<A...>{});
 }
 
@@ -591,13 +628,13 @@ int cpu_was_hasty() { return cpu::hasty; }
 }
 
 // cpu_NAME, which runs a kernel in blocks of their own, in clusters of CLUSTER, or all blocks in turns.
-#define CPU_KERNEL(name) CPU_KERNEL_OF(name, 1)
-#define CPU_CLUSTER_KERNEL(name) CPU_KERNEL_OF(name, CLUSTER)
-#define CPU_GRID_KERNEL(name) CPU_KERNEL_OF(name, sizes[0])
-#define CPU_KERNEL_OF(name, blocks_a_cluster)                                                   \
+#define CPU_KERNEL(name) CPU_KERNEL_OF(name, 1, 1)
+#define CPU_CLUSTER_KERNEL(name) CPU_KERNEL_OF(name, CLUSTER, CLUSTER)
+#define CPU_GRID_KERNEL(name) CPU_KERNEL_OF(name, sizes[0], 1)
+#define CPU_KERNEL_OF(name, in_turns, blocks_a_cluster)                                         \
   extern "C" const char* cpu_##name(const unsigned* sizes, size_t shared, void** arguments,     \
                                     const char* kinds, unsigned seed) {                         \
-    return cpu::launch(name, blocks_a_cluster, sizes, shared, arguments, kinds, seed);          \
+    return cpu::launch(name, in_turns, blocks_a_cluster, sizes, shared, arguments, kinds, seed); \
   }
 
 #define threadIdx (cpu::current->thread)

@@ -101,7 +101,8 @@ def launches(
     multiprocessors: int,
     shared_bytes: int,
 ) -> list[Launch]:
-    """What one step launches for one layer of the shape, from the embedding to the sampler."""
+    """What a step launches for one layer of the shape, from the embedding to the sampler: for short
+    contexts, then for long ones."""
     seen: list[Launch] = []
 
     def kernel(stem: str, name: str, **macros: int) -> Specialised:
@@ -125,6 +126,7 @@ def launches(
         w = empty_weights(shape, weights)
         step = decode.DecodeStep(spec, w, cache.layers, table, sampled=True)
         step.enqueue()
+        step.for_context(decode.LONG_CONTEXT).enqueue()
     return seen
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from npmoe.config import RopeConfig
-from npmoe.models.decode import KV_CODES
+from npmoe.models.decode import EMPTY, KV_CODES
 from npmoe.models.stream import AttentionSplit
 from npmoe.ops.attention import paged_attention_ref
 from npmoe.ops.norm import rms_norm_ref
@@ -112,10 +112,11 @@ def make_step(
 
 
 def run_attention(
-    h: Heads, step: Step, fused: bool = True, warps: int | None = None
+    h: Heads, step: Step, fused: bool = True, warps: int | None = None, scattered: bool = False
 ) -> tuple[np.ndarray, KVPages, KVPages]:
     """out `[S, heads, D]`, and the pages afterwards. fused: attention itself stores the new tokens,
-    else store_kv before it. warps: of a block, if not as many as usual."""
+    else store_kv before it. warps: of a block, if not as many as usual. scattered: all blocks run
+    at once."""
     seqs = len(step.lengths)
     split = AttentionSplit.fit(h.dim, h.k_format, h.v_format, 227 << 10)
     if warps is not None:
@@ -124,15 +125,16 @@ def run_attention(
         **{"HEADS": h.heads, "KV_HEADS": h.kv_heads, "HEAD_DIM": h.dim, "PAGE": h.page},
         **{"K_FORMAT": KV_CODES[h.k_format], "V_FORMAT": KV_CODES[h.v_format]},
         **split.macros() | {"LEAST": 16, "FUSED": int(fused), "CLUSTER": step.cluster},
+        **{"SCATTERED": int(scattered)},
     )
     attention = kernel("attention", "attention", **macros)
     store_kv = kernel("attention", "store_kv", **macros)
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray, ...]:
         out = memory.output(seqs, h.heads, h.dim)
-        ratio = h.heads // h.kv_heads
-        record = ratio * h.dim // step.cluster + -(-ratio // 2) * 4
-        partial = memory.output(seqs, h.kv_heads, step.splits, record)
+        record = h.heads // h.kv_heads * h.dim // step.cluster * 2
+        empty = np.full((seqs, h.kv_heads, step.splits, record), EMPTY, np.uint32)
+        partial = memory.writable(empty)
         arrived = memory.writable(np.zeros((seqs, h.kv_heads, step.cluster), np.uint32))
         given = map(to_kernel_pages, (step.k_pages, step.v_pages))
         k, v = ([memory.writable(a) for a in p.arrays()] for p in given)
@@ -154,6 +156,7 @@ def run_attention(
             seed=seed,
         )
         assert (arrived == 0).all()
+        assert (partial == EMPTY).all()
         return out, *k, *v
 
     out, *pages = run_all_orders(run)
@@ -211,11 +214,22 @@ def test_attention(h: Heads, cluster: int, splits: int, lengths: tuple[int, ...]
 
 @pytest.mark.parametrize(("cluster", "splits"), [(1, 2), (2, 6), (4, 4), (8, 8)])
 @by_heads
-def test_more_warps_attend_alike(h: Heads, cluster: int, splits: int) -> None:
+def test_other_numbers_of_warps_attend_alike(h: Heads, cluster: int, splits: int) -> None:
     step = make_step(h, splits, (5, 700), plain=False, cluster=cluster)
-    few, many = run_attention(h, step), run_attention(h, step, warps=16)
-    assert relative_error(many[0], few[0]) < ERROR[h.v_format]
-    assert all(same_pages(a, b) for a, b in zip(few[1:], many[1:], strict=True))
+    team = h.dim // 32
+    one, two = (run_attention(h, step, warps=team * teams) for teams in (1, 2))
+    assert relative_error(two[0], one[0]) < ERROR[h.v_format]
+    assert all(same_pages(a, b) for a, b in zip(one[1:], two[1:], strict=True))
+
+
+@pytest.mark.parametrize(("cluster", "splits"), [(1, 32), (2, 6), (8, 24)])
+@by_heads
+def test_clusters_that_share_the_last_combination_attend_alike(
+    h: Heads, cluster: int, splits: int
+) -> None:
+    step = make_step(h, splits, (5, 300, 700), plain=False, cluster=cluster)
+    one, all_of_them = run_attention(h, step), run_attention(h, step, scattered=True)
+    assert same_bits(one[0], all_of_them[0])
 
 
 @pytest.mark.parametrize(("cluster", "splits"), [(1, 4), (8, 16)])

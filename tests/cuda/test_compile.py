@@ -75,7 +75,7 @@ DENSE = {"K": 256, "TOKENS": 1, "W_FORMAT": 1, "BATCH": 1, "STAGES": 2, "WARPS":
 EXPERTS = {"HIDDEN": 256, "WIDTH": 256, "EXPERTS": 8, "TOP_K": 2, "RENORMALIZE": 1}
 EXPERTS |= {"W_FORMAT": 1, "BATCH": 1, "STAGES": 2, "WARPS": 2}
 ATTENTION = {"HEADS": 8, "KV_HEADS": 4, "HEAD_DIM": 128, "PAGE": 16, "K_FORMAT": 0, "V_FORMAT": 0}
-ATTENTION |= {"WARPS": 4, "STAGES": 3, "LEAST": 64, "FUSED": 1}
+ATTENTION |= {"WARPS": 4, "STAGES": 3, "LEAST": 64, "FUSED": 1, "SCATTERED": 0}
 SAMPLE = {"CLUSTER": 8, "IN_SHARED": 1, "MAX_LOGPROBS": 100}
 """Legal macros, of which the tests below change one."""
 

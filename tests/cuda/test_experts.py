@@ -10,7 +10,7 @@ import pytest
 from npmoe.formats.fragments import RECORD_BYTES, ROWS
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models import stream
-from npmoe.models.decode import W_CODES
+from npmoe.models.decode import EMPTY, W_CODES
 from npmoe.models.stream import ExpertStream
 from npmoe.ops.experts import swiglu_ref
 from npmoe.ops.norm import rms_norm_ref
@@ -29,7 +29,7 @@ from tests.cuda.support import (
 )
 from tests.helpers import relative_error
 
-EPS, EMPTY = 1e-6, 0xFFFFFFFF
+EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,8 @@ def test_both_in_one_kernel(case: tuple[Any, ...]) -> None:
         empty = memory.writable(np.full(top_k * width + 1, EMPTY, np.uint32).view(np.float32))
         launch(
             *(function, (blocks,), fitted.threads, residual, empty),
-            *(memory.read_only(a) for a in (*records, logits, norm)),
-            EPS,
+            *(memory.read_only(a) for a in (*records, logits, norm, records[0])),
+            *(records[0].nbytes, EPS),
             shared=fitted.shared,
             seed=seed,
         )
