@@ -42,7 +42,8 @@ def run_tool(sanitizer: str, tool: str, tests: list[str]) -> dict[str, Any]:
     command += ["-p", "tests.gpu.no_pool", "-p", "no:cacheprovider", *tests]
     if tool == "memcheck":  # the bindings ask the driver for functions that an older one lacks
         command[3:3] = ["--report-api-errors", "no"]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    paths = str(ROOT), os.environ.get("PYTHONPATH")
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(
         command,
         cwd=ROOT,

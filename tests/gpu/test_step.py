@@ -9,7 +9,7 @@ from npmoe.batch import Batch
 from npmoe.config import KVCacheConfig, RopeConfig, WeightsPolicy, parse_weights
 from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.kv.storage import KVCache
-from npmoe.models.decode import DecodeStep
+from npmoe.models.decode import LONG_CONTEXT, DecodeStep
 from npmoe.models.gpu import prepare_for_gpu
 from npmoe.models.layers import CausalLM
 from npmoe.models.parameters import VECTOR, TensorNames, decoder_parameters
@@ -19,7 +19,7 @@ from npmoe.ops.quantize import KVPages, from_kernel_pages, to_kernel_pages
 from npmoe.runtime.device import cupy, to_device
 
 pytestmark = pytest.mark.gpu
-PAGE, STEPS = 16, 4
+PAGE, STEPS, LONG = 16, 4, 1500  # from LONG tokens on, the kernels for long contexts
 TOLERANCE = {"bf16": 2e-3, "fp4": 1e-2}  # of a cache: a key or value may round the other way
 
 
@@ -55,6 +55,10 @@ CASES = [  # weights, kv, head_dim, sequences, context
     ("fp4", "fp4", 128, 1, 700),
     ("fp4", "fp4", 128, 1, 1),
     ("fp4", "fp4", 128, 8, 65),
+    ("fp4", "fp4", 128, 1, 1700),
+    ("bf16", "bf16", 128, 1, 1500),
+    ("fp4", ("fp4", "bf16"), 128, 1, 1600),
+    ("bf16", "fp4", 64, 4, 1600),
     ("fp4", "bf16", 128, 1, 64),
     ("bf16", "bf16", 128, 1, 63),
     ("bf16", "bf16", 64, 2, 300),
@@ -95,6 +99,7 @@ def test_steps_agree_with_numpy(weights, kv, head_dim, seqs, context) -> None:
     tolerance = TOLERANCE["bf16" if kv == "bf16" else "fp4"]
     device_cache = [(on_gpu(k), on_gpu(v)) for k, v in cache.layers]
     step = DecodeStep(spec, gpu, device_cache, cupy().asarray(tables))
+    step = step.for_context(LONG_CONTEXT if context >= LONG else context)
     tokens = rng.integers(0, 1000, seqs).astype(np.int32)
     step.tokens.set(tokens)
     step.seq_lens.set(lengths)
