@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from npmoe.models.decode import W_CODES
 from npmoe.models.prepare import KERNELS
+from npmoe.models.stream import W_CODES
 from npmoe.ops.sampler import STATIC_SHARED_BYTES
 from npmoe.runtime.resources import folder
 from tests.cuda.nvrtc import Usage, compile_kernels, missing

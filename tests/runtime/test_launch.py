@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from npmoe.runtime.graphs import Eager, Graph
-from npmoe.runtime.launch import launch, recorded
+from npmoe.runtime.launch import launch
 from npmoe.runtime.nvrtc import collected, compile_all, kernel
+from npmoe.runtime.recording import recorded
 from tests.cuda.build import missing
 from tests.cuda.fake_gpu import Array, FakeGPU, Stream, fake_gpu
 
