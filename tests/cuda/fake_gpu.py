@@ -131,17 +131,14 @@ def _choose(*arguments: Any) -> None:
     weights[...], ids[...] = route.top_k_ref(logits, ids.shape[1], renormalize, rule)
 
 
-def _count(block_counts: Array, ids: Array) -> None:
-    """Leaves everything to `_place`."""
-
-
-def _place(counts: Array, offsets: Array, pairs: Array, ids: Array, _: Array) -> None:
+def _group(counts: Array, offsets: Array, pairs: Array, ids: Array) -> None:
+    """As `_group_kernel`."""
     groups = group.group_by_expert_ref(ids, len(counts))
     for target, value in zip((counts, offsets, pairs), groups, strict=True):
         target[...] = value
 
 
-NUMBA = {route.top_k_kernel: _choose, group._count_kernel: _count, group._place_kernel: _place}
+NUMBA = {route.top_k_kernel: _choose, group._group_kernel: _group}
 
 
 class FakeGPU:
