@@ -2,9 +2,9 @@
 
     python bench/timeline.py --shape qwen3-30b-a3b --weights fp4 --kv-cache fp4 --context 1024
 
-Per kernel, in microseconds, averaged over the layers: from the end of the kernel before to this
-one's end, and the phases in between, each where the slowest block leaves it. Stamps cost a little:
-compare phases, and take whole steps from bench/decode.py.
+Per kernel of CUDA C, in microseconds, averaged over the layers: from the end of the one before to
+this one's end, and the phases in between, each where the slowest block leaves it. Stamps cost a
+little: compare phases, and take whole steps from bench/decode.py.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from npmoe.bench.on_gpu import GpuSetup, pages_for
 from npmoe.bench.subject import Subject, check_subject, weights_of
 from npmoe.bench.timing import replay_ms
 from npmoe.llm import shipped_model
-from npmoe.models import decode
+from npmoe.models import decode, grouped
 from npmoe.models.decode import DecodeStep, Tuning
 from npmoe.runtime import nvrtc
 from npmoe.runtime.device import resolve_device
@@ -27,7 +27,10 @@ from npmoe.runtime.graphs import Graph
 
 BLOCKS, LAUNCHES, STAMPS = 256, 128, 8
 PHASES = {0: "entered", 1: "prepared", 3: "waited", 2: "staged", 4: "synced", 5: "math", 6: "met"}
-KERNELS = ("qkv", "attention", "output", "route", "gate_up", "down", "experts")
+KERNELS = (
+    *("qkv", "attention", "output", "route", "gate_up", "down", "experts"),
+    *("grouped_gate_up", "grouped_down", "combine"),
+)
 SKIP = 4  # layers at either end
 
 
@@ -57,7 +60,7 @@ def stamped_modules() -> dict[str, Any]:
         modules[name] = nvrtc._module(stem, name, tuple(sorted(macros.items())))
         return original(stem, name, **macros)
 
-    decode.kernel = stamped
+    decode.kernel = grouped.kernel = stamped
     return modules
 
 

@@ -13,7 +13,7 @@ from npmoe.bench.traffic import Traffic, step_traffic
 from npmoe.models.decode import DecodeStep
 from npmoe.runtime.device import cupy
 from npmoe.runtime.graphs import Graph
-from npmoe.runtime.launch import Launch, recorded
+from npmoe.runtime.recording import Launch, recorded
 
 FLUSH_BYTES, REPLAYS = 1 << 28, 30
 

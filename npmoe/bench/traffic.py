@@ -31,7 +31,7 @@ class Traffic:
 
     def of(self, arguments: Iterable[Any]) -> float:
         """Bytes that a kernel with these arguments must read."""
-        arrays = [a for a in arguments if hasattr(a, "shape") and hasattr(a, "nbytes")]
+        arrays = [a for a in arguments if getattr(a, "shape", ()) and hasattr(a, "nbytes")]
         return sum(self.by_address.get(address(a), 0.0) for a in arrays if a.nbytes)
 
 

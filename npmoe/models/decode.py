@@ -1,8 +1,8 @@
 """The decode step on the GPU: one token each of up to 8 sequences, as launches for a graph.
 
-Six kernels a layer: qkv, attention (with q/k norm, rotary and the KV write), output, route,
-gate_up, down; then lm_head with the greedy choice, or sample after it. `embed` of the next step
-reads the token on the device.
+Six kernels a layer for one sequence: qkv, attention (with q/k norm, rotary and the KV write),
+output, route, gate_up, down; for more, npmoe/models/grouped.py has the experts. Then lm_head with
+the greedy choice, or sample after it. `embed` of the next step reads the token on the device.
 """
 
 from copy import copy
@@ -13,10 +13,11 @@ import numpy as np
 
 from npmoe.dtypes import Array
 from npmoe.errors import UnsupportedModel
-from npmoe.formats.fragments import COLUMNS, RECORDS, ROWS
+from npmoe.formats.fragments import COLUMNS, ROWS
 from npmoe.formats.quant_tensor import CODES_PER_BYTE, QuantTensor
+from npmoe.models.grouped import GroupedExperts
 from npmoe.models.specs import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec
-from npmoe.models.stream import AttentionSplit, ExpertStream, Stream
+from npmoe.models.stream import BLOCK_BYTES, W_CODES, AttentionSplit, ExpertStream, Stream
 from npmoe.ops.experts import PLAIN
 from npmoe.ops.quantize import KVPages
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
@@ -27,7 +28,6 @@ from npmoe.runtime.device import cupy
 from npmoe.runtime.launch import launch
 from npmoe.runtime.nvrtc import bulk, kernel, named_codes
 
-W_CODES = named_codes({name: record.code for name, record in RECORDS.items()})
 KV_CODES = named_codes({"bf16": 0, "fp4": 1})
 
 
@@ -36,11 +36,13 @@ class Tuning:
     """Launch shapes that change results by rounding only. splits: parts of the context that an
     attention head is spread over, rounded down to whole clusters; None fills the GPU. blocks:
     thread blocks of a weight kernel, at most one a multiprocessor, which is what None takes.
-    one_kernel: a single token's experts run in one kernel where that exists."""
+    one_kernel: a single token's experts run in one kernel where that exists. pairs_at_once: of the
+    tokens that chose an expert, those for which its down projection is read once."""
 
     splits: int | None = None
     blocks: int | None = None
     one_kernel: bool = True
+    pairs_at_once: int = 8
 
 
 class DecodeStep:
@@ -87,10 +89,16 @@ class DecodeStep:
         self.x = xp.zeros((seqs, spec.hidden_size), xp.float32)
         self.projected = xp.zeros((seqs, rows), xp.float32)
         self.attended = xp.zeros((seqs, a.num_heads * a.head_dim), xp.float32)
-        self.hidden = xp.zeros((seqs, top_k, width), xp.float32)
         self.router_logits = xp.zeros((seqs, experts), xp.float32)
+        self.grouped = None
+        if seqs > 1:
+            sizes = seqs, spec.hidden_size, width, mlp.router, self.blocks
+            limits = self.bulk, self.shared_bytes, self.tuning.pairs_at_once
+            self.grouped = GroupedExperts(*sizes, *limits)
+        alone = seqs == 1
+        self.hidden = xp.zeros((top_k, width) if alone else 0, xp.float32)
         # What blocks tell others that run already: ids, or hidden and a counter.
-        self.handed_over = xp.zeros(max(seqs * top_k, top_k * width + 1), xp.uint32)
+        self.handed_over = xp.zeros(top_k * width + 1 if alone else 0, xp.uint32)
         self.logits = xp.zeros((seqs, spec.vocab_size), xp.float32)
         self.best = xp.zeros(seqs, xp.uint64)
         self.tokens, self.steps = xp.zeros(seqs, xp.int32), xp.zeros(seqs, xp.uint32)
@@ -217,6 +225,11 @@ class DecodeStep:
             shared=shared,
         )
         self._route(w, mlp)
+        if self.grouped is not None:
+            norm = w["post_attention_layernorm"]
+            weights = w["gate_up_proj"], w["down_proj"]
+            self.grouped.enqueue(self.x, self.router_logits, norm, eps, *weights)
+            return
         macros = self._expert_macros(w, mlp)
         if together is None:
             self._experts(w, mlp, macros)
@@ -344,7 +357,7 @@ class DecodeStep:
         form = {"W_FORMAT": W_CODES[gate_up.format]}
         launch(
             kernel("experts", "gate_up", **macros, **form, **stream.macros()),
-            (self.blocks, self.num_seqs),
+            (self.blocks, 1),
             stream.threads,
             self.hidden,
             self.handed_over,
@@ -359,7 +372,7 @@ class DecodeStep:
         form = {"W_FORMAT": W_CODES[down.format]}
         launch(
             kernel("experts", "down", **macros, **form, **stream.macros()),
-            (self.blocks, self.num_seqs),
+            (self.blocks, 1),
             stream.threads,
             self.x,
             down.codes,
@@ -394,10 +407,10 @@ class DecodeStep:
 
 
 CLUSTER, LONG_CLUSTER, MAX_CLUSTERS, LONG_CONTEXT = 8, 2, 64, 8192
-WIDE, BLOCK_BYTES, PREFETCH_BYTES = 4096, 1024, 16 << 20
+WIDE, PREFETCH_BYTES = 4096, 16 << 20
 """Blocks of an attention cluster, the same from LONG_CONTEXT tokens on, most clusters a head, that
-number of tokens; hidden size from which the router takes more warps; shared memory that CUDA keeps
-of each block; most bytes of the next kernel's weights that one brings into L2."""
+number of tokens; hidden size from which the router takes more warps; most bytes of the next
+kernel's weights that one brings into L2."""
 MAX_TOP_K = 32
 EMPTY = 0xFFFFFFFF
 """A word that a block waits for, as cuda_src/ptx.cuh has it, until another has written it."""

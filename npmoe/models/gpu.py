@@ -32,8 +32,8 @@ from npmoe.ops.sample import Chooser, Sampled
 from npmoe.ops.sampler import REPORT_WORDS, Sampler, needs_sampler, read_report
 from npmoe.runtime.device import copy_to_pinned, cupy, pinned_zeros, to_host
 from npmoe.runtime.graphs import Eager, Graph
-from npmoe.runtime.launch import recorded
 from npmoe.runtime.nvrtc import collected, compile_all
+from npmoe.runtime.recording import recorded
 
 BUCKETS = (1, 2, 4, 8)
 

@@ -12,9 +12,9 @@ from npmoe.dtypes import Array, array_namespace
 from npmoe.formats.fragments import COLUMNS, LAYOUT, RECORD_BYTES, ROWS
 from npmoe.formats.quant_tensor import DEFAULT_GROUP_SIZE, QuantTensor
 from npmoe.models.conversion import convert_parameter
-from npmoe.models.decode import W_CODES
 from npmoe.models.gpu import prepare_for_gpu
 from npmoe.models.parameters import ROUTER, TABLE, Parameter
+from npmoe.models.stream import W_CODES
 from npmoe.runtime.launch import launch
 from npmoe.runtime.nvrtc import kernel
 

@@ -1,11 +1,14 @@
 """How the weight kernels stream their weights: the macros of cuda_src/gemv.cuh and its memory."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from npmoe.errors import UnsupportedModel
-from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
+from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, RECORDS, ROWS
 from npmoe.formats.quant_tensor import CODES_PER_BYTE
+from npmoe.runtime.nvrtc import named_codes
+
+W_CODES = named_codes({name: record.code for name, record in RECORDS.items()})
 
 CHUNK_BYTES, NARROW_CHUNK_BYTES = 40_000, 26_000
 RING_BYTES, NARROW_EXPERT_RING_BYTES = 114_000, 140_000
@@ -50,14 +53,16 @@ class Stream:
         blocks: int,
         bulk: bool,
         shared_bytes: int,
+        counted: bool = True,
     ) -> "Stream":
         """For `tiles` row tiles of `stacked` runs of `slices` records, shared by `blocks` blocks.
 
         form: the weight format. tokens: activations side by side. shared_bytes: shared memory that
-        a block of this GPU can have.
+        a block of this GPU can have. counted: there are so many tiles, and not at most, where the
+        ring goes round whatever it holds.
         Raises UnsupportedModel where activations and ring do not fit it.
         """
-        work = _Work.of(form, slices, stacked, tokens, tiles, blocks, bulk, shared_bytes)
+        work = _Work.of(form, slices, stacked, tokens, tiles, blocks, bulk, shared_bytes, counted)
         choices = (16, 8, 4, 2, 1) if work.narrow else (8, 4, 2, 1)
         for parts in work.parts(form, slices):
             each = slices // parts
@@ -92,8 +97,9 @@ class Stream:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a block has to do: `own` row tiles of `slices` slices. narrow: 4-bit codes, few tokens.
-    pairs_fit: tiles can be taken two by two, for at most an eighth more in the busiest block."""
+    """What a block has to do: `own` row tiles of `slices` slices, or, unless counted, at most so
+    many. narrow: 4-bit codes, few tokens. pairs_fit: tiles can be taken two by two, for at most an
+    eighth more in the busiest block."""
 
     narrow: bool
     slices: int
@@ -102,6 +108,7 @@ class _Work:
     pairs_fit: bool
     bulk: bool
     shared_bytes: int
+    counted: bool = True
 
     @classmethod
     def of(
@@ -114,6 +121,7 @@ class _Work:
         blocks: int,
         bulk: bool,
         shared_bytes: int,
+        counted: bool = True,
     ) -> "_Work":
         """Arguments as of Stream.fit."""
         # 4 bits are bound by instructions and want many warps; more tokens need more registers.
@@ -121,7 +129,7 @@ class _Work:
         own = -(-tiles // blocks)  # of the block that has most
         own_in_pairs = 2 * -(-tiles // (2 * blocks))
         pairs_fit = tiles % 2 == 0 and own > 1 and 8 * own_in_pairs <= 9 * own
-        return cls(narrow, slices * stacked, tokens, own, pairs_fit, bulk, shared_bytes)
+        return cls(narrow, slices * stacked, tokens, own, pairs_fit, bulk, shared_bytes, counted)
 
     def stream(
         self, parts: int, chunks: int, each: int, chunk_bytes: int, warps: int
@@ -130,7 +138,8 @@ class _Work:
         batch = self._batch(warps)
         buffers, once = self._buffers(batch), self._once(warps)
         window = _window(once, each, warps)
-        place, total = chunk_bytes + 16, self.own * chunks  # two barriers with every chunk
+        place = chunk_bytes + 16  # two barriers with every chunk
+        total = max(self.own * chunks, 1 if self.counted else 2)
         least = min(total, 2) * place if self.bulk else 0
         while batch > 1 and self._shared(warps, batch, buffers, window) + least > self._room:
             batch //= 2
@@ -154,9 +163,11 @@ class _Work:
                 shared=shared,
             )
         stages = min(total, left // place, max(2, RING_BYTES // place))
-        streams = stages < total or once
+        streams = stages < total or once or not self.counted
         if streams and (stages < 2 or each < warps):  # fewer records would leave warps without work
             return None
+        if not self.counted and stages < 3 and each % 2 == 0 and each >= 2 * warps:
+            return None  # chunks of half the size keep a ring of two full
         two_by_two = once or (streams and self.narrow and stages >= 4 and batch % 2 == 0)
         shared += stages * place
         # More than half, with the kilobyte that CUDA keeps of each block: two blocks of a kernel on
@@ -164,7 +175,7 @@ class _Work:
         return Stream(
             parts=parts,
             stages=stages,
-            resident=stages == total,
+            resident=self.counted and stages == total,
             batch=batch,
             buffers=buffers,
             paired=self.pairs_fit and two_by_two,
@@ -208,7 +219,9 @@ class _Work:
 
     def _once(self, warps: int) -> bool:
         """Whether activations pass through a window."""
-        once = self.bulk and self.tokens == 1 and self.slices >= WINDOW_FROM * warps
+        once = (
+            self.bulk and self.counted and self.tokens == 1 and self.slices >= WINDOW_FROM * warps
+        )
         return once and (self.own == 1 or (self.own == 2 and self.pairs_fit))
 
     @property
@@ -297,6 +310,76 @@ class ExpertStream:
         """What the kernel must know of this."""
         common = {"STAGES": self.stages, "RESIDENT": 0, "BULK": 1, "WARPS": self.warps}
         return common | self.up.macros("") | self.down.macros("DOWN_")
+
+
+MAX_BLOCKS_EACH, BLOCK_BYTES = 3, 1024
+"""Most blocks of grouped experts on a multiprocessor; shared memory that CUDA keeps of each."""
+
+
+@dataclass(frozen=True)
+class GroupedStream:
+    """Macros and launch of a kernel that runs one projection of the experts of several tokens.
+
+    columns: activations side by side. blocks_each: blocks of a multiprocessor.
+    """
+
+    stream: Stream
+    columns: int
+    blocks_each: int
+
+    @classmethod
+    def fit(
+        cls,
+        form: str,
+        slices: int,
+        columns: int,
+        tiles: int,
+        num_pairs: int,
+        num_experts: int,
+        blocks: int,
+        bulk: bool,
+        shared_bytes: int,
+        fixed: bool,
+    ) -> "GroupedStream":
+        """For experts of `tiles` row tiles of `slices` records, on `blocks` multiprocessors.
+
+        num_pairs: choices of experts. fixed: `columns` side by side, one block a multiprocessor; or
+        else fewer columns where no more fit, so that some experts are read again, and several
+        blocks where a tile is too short for many warps. Others: as of Stream.fit.
+        Raises UnsupportedModel where activations and ring do not fit.
+        """
+        arrays = 4 * (4 * num_pairs + 2)  # of the kernels: groups and combine weights
+        most = min(num_experts, num_pairs) * tiles
+
+        def stream(columns: int, each: int) -> Stream | None:
+            room = (shared_bytes + BLOCK_BYTES) // each - BLOCK_BYTES - arrays
+            work = form, slices, 1, columns, most, blocks * each, bulk
+            try:
+                found = Stream.fit(*work, room, counted=False)
+            except UnsupportedModel:
+                if (columns, each) == (last, 1):
+                    raise
+                return None
+            # With all the room, so that no multiprocessor takes one block more than others.
+            return found if each == 1 else replace(found, shared=room - STATIC_BYTES)
+
+        last = columns if fixed else 1
+        for fewer in range(columns, 0, -1):
+            found = stream(fewer, 1)
+            if found is None:
+                continue
+            wanted = 16 if form in CODES_PER_BYTE and fewer <= 4 else 8
+            for each in range(MAX_BLOCKS_EACH if bulk and not fixed else 1, 1, -1):
+                smaller = stream(fewer, each) if each * found.warps <= wanted else None
+                if smaller is not None and smaller.warps == found.warps:
+                    return cls(smaller, fewer, each)
+            return cls(found, fewer, 1)
+        raise AssertionError("the last raises")
+
+    def macros(self) -> dict[str, int]:
+        """What the kernel must know of this."""
+        each = {"COLUMNS": self.columns, "BLOCKS_EACH": self.blocks_each}
+        return self.stream.macros() | each
 
 
 CHUNK_TOKENS, TEAM_ELEMENTS = 16, 32

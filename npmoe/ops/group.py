@@ -71,7 +71,7 @@ def _group_by_expert_cuda(
     topk_ids: Array,
     workspace: Array,
 ) -> None:
-    """Checks, and launches a block for every PAIRS_PER_BLOCK pairs, twice."""
+    """Checks, and launches a block for every PAIRS_PER_BLOCK pairs: twice, unless it is one."""
     num_experts, num_pairs = expert_counts.shape[0], topk_ids.size
     blocks, _ = group_workspace(num_pairs, num_experts)
     check_array("topk_ids", topk_ids, np.int32, None, None)
@@ -83,11 +83,50 @@ def _group_by_expert_cuda(
         expert_counts[...] = expert_offsets[...] = 0
         return
     ids = topk_ids.reshape(-1)
+    if blocks == 1:
+        _group_kernel.launch(
+            1, PAIRS_PER_BLOCK, expert_counts, expert_offsets, sorted_pair_ids, ids
+        )
+        return
     _count_kernel.launch(blocks, PAIRS_PER_BLOCK, workspace, ids)
     _place_kernel.launch(
         *(blocks, PAIRS_PER_BLOCK),
         *(expert_counts, expert_offsets, sorted_pair_ids, ids, workspace),
     )
+
+
+@cuda_jit
+def _group_kernel(  # type: ignore[no-untyped-def]
+    expert_counts, expert_offsets, sorted_pair_ids, ids
+):
+    """One block for all pairs, which are few: whoever needs a number counts by itself."""
+    all_ids = cuda.shared.array(PAIRS_PER_BLOCK, np.int32)
+    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+    num_experts, num_pairs = expert_counts.shape[0], ids.shape[0]
+    if thread < num_pairs:
+        all_ids[thread] = ids[thread]
+    cuda.syncthreads()
+    for e in range(thread, num_experts + 1, threads):
+        before, own = 0, 0
+        for i in range(num_pairs):
+            if all_ids[i] == e:
+                own += 1
+            elif 0 <= all_ids[i] < e:
+                before += 1
+        expert_offsets[e] = before
+        if e < num_experts:
+            expert_counts[e] = own
+    if thread < num_pairs:
+        expert, place, routed = all_ids[thread], 0, 0
+        for i in range(num_pairs):
+            if 0 <= all_ids[i] < num_experts:
+                routed += 1
+                if all_ids[i] < expert or (all_ids[i] == expert and i < thread):
+                    place += 1
+        if 0 <= expert < num_experts:
+            sorted_pair_ids[place] = thread
+        if thread >= routed:
+            sorted_pair_ids[thread] = NO_PAIR
 
 
 @cuda_jit

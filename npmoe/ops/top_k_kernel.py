@@ -44,7 +44,7 @@ def top_k_kernel(  # type: ignore[no-untyped-def]
     num_experts, k = router_logits.shape[1], topk_ids.shape[1]
     is_expert = expert < num_experts
     group_size = num_experts // num_groups
-    logit, value, key = ZERO, ZERO, LOWEST
+    logit, value, key, best = ZERO, ZERO, LOWEST, ZERO
     if is_expert:
         logit = router_logits[token, expert]
         if has_logits_bias:
@@ -52,8 +52,10 @@ def top_k_kernel(  # type: ignore[no-untyped-def]
         keys[expert] = logit
     cuda.syncthreads()
 
+    if not sigmoid:
+        best = _best(keys, num_experts, lanes)
     if is_expert:
-        value = _sigmoid(logit) if sigmoid else _exp(logit - _best(keys, 0, num_experts))
+        value = _sigmoid(logit) if sigmoid else _exp(logit - best)
         values[expert] = value
     cuda.syncthreads()
     total = ONE if sigmoid else _sum(values, num_experts, lanes)
@@ -66,16 +68,19 @@ def top_k_kernel(  # type: ignore[no-untyped-def]
             key = LOWEST
         keys[expert] = key
     cuda.syncthreads()
-    if expert < num_groups:
-        group_scores[expert] = _group_score(keys, expert * group_size, group_size, sums_two)
-    cuda.syncthreads()
-
     place = k
-    if is_expert and _place(group_scores, 0, num_groups, expert // group_size) < topk_groups:
-        place = 0
-        for group in range(num_groups):
-            if _place(group_scores, 0, num_groups, group) < topk_groups:
-                place += _place(keys, group * group_size, group_size, expert)
+    if num_groups == 1:
+        if is_expert:
+            place = _place(keys, 0, num_experts, expert)
+    else:
+        if expert < num_groups:
+            group_scores[expert] = _group_score(keys, expert * group_size, group_size, sums_two)
+        cuda.syncthreads()
+        if is_expert and _place(group_scores, 0, num_groups, expert // group_size) < topk_groups:
+            place = 0
+            for group in range(num_groups):
+                if _place(group_scores, 0, num_groups, group) < topk_groups:
+                    place += _place(keys, group * group_size, group_size, expert)
     if place < k:
         chosen[place] = value
     cuda.syncthreads()
@@ -98,16 +103,6 @@ def _exp(x):  # type: ignore[no-untyped-def]
 def _sigmoid(x):  # type: ignore[no-untyped-def]
     small = np.float32(math.exp(-abs(x)))
     return (ONE if x >= ZERO else small) / (ONE + small)
-
-
-@cuda_device_jit
-def _best(scores, start, count):  # type: ignore[no-untyped-def]
-    """The largest of scores[start : start + count] that is not NaN."""
-    best = LOWEST
-    for i in range(start, start + count):
-        if scores[i] > best:
-            best = scores[i]
-    return best
 
 
 @cuda_device_jit
@@ -147,6 +142,26 @@ def _sum(values, count, lanes):  # type: ignore[no-untyped-def]
     while half > 0:
         if lane < half:
             lanes[lane] += lanes[lane + half]
+        cuda.syncthreads()
+        half //= 2
+    return lanes[0]
+
+
+@cuda_device_jit
+def _best(values, count, lanes):  # type: ignore[no-untyped-def]
+    """The largest of values[:count] that is not NaN, for all threads; found as `_sum` adds."""
+    lane = cuda.threadIdx.x
+    if lane < WARP:
+        best = LOWEST
+        for i in range(lane, count, WARP):
+            if values[i] > best:
+                best = values[i]
+        lanes[lane] = best
+    cuda.syncthreads()
+    half = WARP // 2
+    while half > 0:
+        if lane < half and lanes[lane + half] > lanes[lane]:
+            lanes[lane] = lanes[lane + half]
         cuda.syncthreads()
         half //= 2
     return lanes[0]

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from npmoe.errors import DeviceError
+from npmoe.runtime.recording import note
 from npmoe.runtime.requirements import (
     WITHOUT,
     check_capability,
@@ -155,6 +157,11 @@ class _LazyJit:
 class CudaKernel(_LazyJit):
     """A CUDA kernel in Python; its source calls numba.cuda `cuda`."""
 
+    @property
+    def name(self) -> str:
+        """Of the function."""
+        return self.py_func.__name__
+
     def _make(self) -> Any:
         cuda = self.py_func.__globals__["cuda"] = numba_cuda()
         with _cache_outside_the_package():
@@ -167,6 +174,8 @@ class CudaKernel(_LazyJit):
         arguments: CuPy arrays and scalars of NumPy; NumPy arrays where Numba simulates CUDA
         (NUMBA_ENABLE_CUDASIM=1), which then runs the kernel on the CPU.
         """
+        if note(CudaLaunch(self, grid, threads, arguments)):
+            return
         kernel = self.compile()
         if import_module("numba").config.ENABLE_CUDASIM:
             kernel[grid, threads](*arguments)
@@ -174,6 +183,20 @@ class CudaKernel(_LazyJit):
         stream = cupy().cuda.get_current_stream().ptr
         stream = numba_cuda().external_stream(stream) if stream else 0
         kernel[grid, threads, stream](*map(_numba_argument, arguments))
+
+
+@dataclass(frozen=True)
+class CudaLaunch:
+    """One call of `CudaKernel.launch`, to be made again; its arrays must live on."""
+
+    kernel: CudaKernel
+    grid: int | tuple[int, ...]
+    threads: int
+    arguments: tuple[Any, ...]
+
+    def again(self) -> None:
+        """Puts it on the current stream."""
+        self.kernel.launch(self.grid, self.threads, *self.arguments)
 
 
 def _numba_argument(value: Any) -> Any:

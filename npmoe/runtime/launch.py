@@ -5,9 +5,6 @@ Kernels of compute capability below 9.0 are launched plainly.
 """
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -19,6 +16,7 @@ from npmoe.errors import DeviceError
 from npmoe.runtime import nvtx
 from npmoe.runtime.device import compute_capability, cupy
 from npmoe.runtime.failures import status_error
+from npmoe.runtime.recording import note
 
 PLAIN_SHARED_BYTES = 48 * 1024
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
@@ -60,20 +58,6 @@ class Launch:
         launch(self.kernel, self.grid, self.threads, *self.arguments, shared=self.shared)
 
 
-_recorder: ContextVar[list[Launch] | None] = ContextVar("launch_recorder", default=None)
-
-
-@contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Inside, in this thread, `launch` runs nothing and notes its calls in the list."""
-    launches: list[Launch] = []
-    token = _recorder.set(launches)
-    try:
-        yield launches
-    finally:
-        _recorder.reset(token)
-
-
 def launch(
     kernel: Any, grid: tuple[int, ...], threads: int, *arguments: Any, shared: int = 0
 ) -> None:
@@ -81,9 +65,7 @@ def launch(
 
     Python ints become int32, floats float32, arrays pointers, None a null pointer.
     """
-    recorder = _recorder.get()
-    if recorder is not None:
-        recorder.append(Launch(kernel, grid, threads, arguments, shared))
+    if note(Launch(kernel, grid, threads, arguments, shared)):
         return
     driver = _driver()
     # All kernels with the same carve-out: a multiprocessor must be empty before it can change it.

@@ -19,6 +19,8 @@ from tests.cuda.fake_gpu import FakeGPU, Stream
 FP4 = ("--weights", "fp4", "--kv-cache", "fp4")
 OPS = ["embed", *(["qkv", "attention", "output", "route", "gate_up", "down"] * 2), "lm_head"]
 LAUNCHES = len(OPS)
+CHOICE = ("top_k_kernel", "_group_kernel")
+GROUPED = (*CHOICE, *(f"{op}_fp4" for op in ("grouped_gate_up", "grouped_down", "combine")))
 
 
 def bench(capsys: pytest.CaptureFixture[str], *args: object) -> dict:
@@ -120,10 +122,11 @@ def test_a_converted_checkpoint_is_checked_in_its_formats(
     record = bench(capsys, *args)
     assert (record["shape"], record["weights"]) == ("converted", "fp4")
     assert record["tokens_checked"] == 3
+    others = {"roofline", "prepare_fp4", "sample", "store_kv_fp4", *GROUPED}
     assert (
         {"gate_up_fp4", "lm_head_fp4"}
         <= set(gpu.launched)
-        <= {named(op, "fp4") for op in OPS} | {"roofline", "prepare_fp4", "sample", "store_kv_fp4"}
+        <= {named(op, "fp4") for op in OPS} | others
     )
 
 
@@ -183,3 +186,19 @@ def test_kernels_by_themselves(gpu: FakeGPU) -> None:
     with pytest.raises(ValueError, match="context = 0"):
         kernel_times(named_shape("tiny"), BenchOptions(context=0))
     assert as_records(times)[1]["kernel"] == "qkv_fp4"
+
+
+def test_kernels_of_a_batch_by_themselves(gpu: FakeGPU) -> None:
+    options = BenchOptions(
+        parse_weights("fp4"), KVCacheConfig("fp4", "fp4"), batch=2, context=40, page_size=16
+    )
+    times = kernel_times(named_shape("tiny"), options, bandwidth=1e9)
+    ops = ("embed", "qkv_fp4", "attention_fp4", "output_fp4", "route", *GROUPED, "lm_head_fp4")
+    assert tuple(t.name for t in times) == ops
+    assert [t.launches for t in times] == [1, *[2] * 9, 1]
+    by_name = {t.name: t for t in times}
+    chosen = 8 * (1 - (3 / 4) ** 2)  # experts that two tokens choose, each two of eight
+    down = 128 * 256 * 9 / 16
+    assert by_name["grouped_down_fp4"].num_bytes == chosen * down
+    assert by_name["grouped_gate_up_fp4"].num_bytes == chosen * 2 * down + 256 * 4  # and the norm
+    assert by_name["combine_fp4"].num_bytes == by_name["top_k_kernel"].num_bytes == 0

@@ -1,5 +1,6 @@
 """A GPU that is none: what npmoe takes from CuPy and from the driver, over NumPy arrays, with the
-kernels of cuda_src/ built by g++. It has no clock: elapsed time counts launches."""
+kernels of cuda_src/ built by g++, and NumPy in place of Numba's. It has no clock: elapsed time
+counts launches."""
 
 import ctypes
 import itertools
@@ -14,7 +15,10 @@ from unittest.mock import patch
 
 import numpy as np
 
+from npmoe.ops import group, route
 from npmoe.runtime import device, launch, nvrtc
+from npmoe.runtime.device import CudaKernel, CudaLaunch
+from npmoe.runtime.recording import note
 from tests.cuda.build import kernel
 
 KINDS = {ctypes.c_void_p: "P", ctypes.c_int: "i", ctypes.c_float: "f"}
@@ -103,6 +107,40 @@ class Event:
         self.at = FakeGPU.running.count
 
 
+def _choose(*arguments: Any) -> None:
+    """As `top_k_kernel`, for a router without biases."""
+    (
+        weights,
+        ids,
+        logits,
+        _,
+        biased,
+        _,
+        selects,
+        sigmoid,
+        groups,
+        best,
+        sums,
+        renormalize,
+        scaling,
+    ) = arguments
+    assert not biased
+    assert not selects
+    scoring, score = "sigmoid" if sigmoid else "softmax", "sum_of_two" if sums else "best"
+    rule = route.TopKRule(scoring, int(groups), int(best), score, float(scaling))
+    weights[...], ids[...] = route.top_k_ref(logits, ids.shape[1], renormalize, rule)
+
+
+def _group(counts: Array, offsets: Array, pairs: Array, ids: Array) -> None:
+    """As `_group_kernel`."""
+    groups = group.group_by_expert_ref(ids, len(counts))
+    for target, value in zip((counts, offsets, pairs), groups, strict=True):
+        target[...] = value
+
+
+NUMBA = {route.top_k_kernel: _choose, group._group_kernel: _group}
+
+
 class FakeGPU:
     """What ran: `launched` has kernel names, `ranges` the NVTX ranges around each."""
 
@@ -144,19 +182,33 @@ class FakeGPU:
             *(config.gridDimX, config.gridDimY, config.gridDimZ),
             *(config.blockDimX, config.blockDimY, config.blockDimZ),
         )
-        ranges = tuple(self.open_ranges)
 
         def call() -> None:
             pointers = (ctypes.c_void_p * len(boxes))(*map(ctypes.addressof, boxes))
             shared = ctypes.c_size_t(config.sharedMemBytes)
             error = built.function(sizes, shared, pointers, kinds, ctypes.c_uint(0))
             assert not error, error
-            self.launched.append(symbol)
+
+        self._put(symbol, call)
+        return (0,)
+
+    def launch_numba(
+        self, kernel: CudaKernel, grid: int | tuple[int, ...], threads: int, *arguments: Any
+    ) -> None:
+        """CudaKernel.launch."""
+        if not note(CudaLaunch(kernel, grid, threads, arguments)):
+            self._put(kernel.name, lambda: NUMBA[kernel](*arguments))
+
+    def _put(self, name: str, run: Callable[[], None]) -> None:
+        ranges = tuple(self.open_ranges)
+
+        def call() -> None:
+            run()
+            self.launched.append(name)
             self.ranges.append(ranges)
 
         captured = Stream.current[-1].captured
         call() if captured is None else captured.append(call)
-        return (0,)
 
 
 def _cupy(gpu: FakeGPU) -> ModuleType:
@@ -253,6 +305,9 @@ def fake_gpu() -> Iterator[FakeGPU]:
         with (
             _module("cupy", _cupy(gpu)),
             _module("cuda.bindings.driver", _driver(gpu)),
+            patch.object(
+                *(CudaKernel, "launch"), lambda kernel, *args: gpu.launch_numba(kernel, *args)
+            ),
             patch.object(device, "load_driver", object),
             patch.object(device, "check_capability", lambda driver: None),
             patch.object(device, "check_packages", lambda driver, cupy: None),

@@ -13,7 +13,7 @@ from npmoe.config import KVCacheConfig, RopeConfig
 from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.kv.storage import KVCache
-from npmoe.models import decode
+from npmoe.models import decode, grouped
 from npmoe.models.specs import AttentionSpec, ExpertSpec, LayerSpec, ModelSpec, RouterSpec
 from npmoe.ops import sampler
 
@@ -64,12 +64,13 @@ class NumPyAsCuPy:
 def decode_on_cpu(
     kernel: Any, launch: Any, bulk: bool, multiprocessors: int, shared_bytes: int = 227 << 10
 ) -> Iterator[None]:
-    """npmoe.models.decode, and its sampler, with these in place of the GPU's."""
+    """The decode step, its grouped experts and its sampler, with these in place of the GPU's."""
     replaced = {"kernel": kernel, "launch": launch, "bulk": lambda: bulk}
     replaced["cupy"] = lambda: NumPyAsCuPy(multiprocessors, shared_bytes)
     with ExitStack() as stack:
-        for module in (decode, sampler):
-            stack.enter_context(patch.multiple(module, **replaced))
+        for module in (decode, grouped, sampler):
+            here = {name: value for name, value in replaced.items() if hasattr(module, name)}
+            stack.enter_context(patch.multiple(module, **here))
         yield
 
 

@@ -11,7 +11,7 @@ from npmoe.dtypes import Array
 from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS, to_fragments
 from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.models import stream
-from npmoe.models.decode import W_CODES
+from npmoe.models.stream import W_CODES
 from tests.cuda.build import SANITIZE, Kernel, kernel, launch
 
 SEEDS = (0, 1, 2)

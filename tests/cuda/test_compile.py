@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from npmoe.models.decode import W_CODES
 from npmoe.models.prepare import KERNELS
+from npmoe.models.stream import BLOCK_BYTES, W_CODES
 from npmoe.ops.sampler import STATIC_SHARED_BYTES
 from npmoe.runtime.resources import folder
 from tests.cuda.nvrtc import Usage, compile_kernels, missing
@@ -52,6 +52,8 @@ STEPS: list[tuple[GPU, Shape, str, Format, int]] = [  # GPU, model, weights, K a
     (H200, SEED, "bf16", "bf16", 1),
     (H200, SEED, "fp4", "fp4", 8),
     (H200, MIXTRAL, "fp4", "fp4", 2),
+    (H200, QWEN, "fp4", "fp4", 8),
+    (H200, QWEN, "nvfp4", "fp4", 4),
     (A100, QWEN, "fp4", ("bf16", "fp4"), 8),
     (A100, SMALL_HEADS, "bf16", "fp4", 1),
     (L4, SMALL_HEADS, "fp4", ("fp4", "bf16"), 4),
@@ -86,6 +88,8 @@ memory."""
 
 PREPARED = [tuple(W_CODES[f] for f in pair) for pair in KERNELS]
 STATIC_BYTES = {
+    "grouped_gate_up": 1280,
+    "grouped_down": 1280,
     "gate_up": 256,
     "down": 256,
     "experts": 256,
@@ -116,7 +120,10 @@ def test_no_spills_and_few_registers(step: tuple[GPU, Shape, str, Format, int]) 
         assert usage.spilled == 0, f"{kernel} spills {usage.spilled} bytes"
         macros = dict(kernel.macros)
         ringed = macros.get("BULK") == 1 and macros.get("RESIDENT") == 0
-        budget = REGISTERS // (1 if ringed else BLOCKS) // launch.threads
+        each = macros.get("BLOCKS_EACH", 1)
+        budget = REGISTERS // (each if ringed else BLOCKS) // launch.threads
+        room = (gpu.shared + BLOCK_BYTES) // each - BLOCK_BYTES
+        assert usage.shared + launch.shared <= room, f"{kernel}: {room} bytes"
         assert usage.registers <= budget, f"{kernel}: {usage.registers} registers of {budget}"
 
 
@@ -178,6 +185,9 @@ def test_prepare_compiles(gpu: GPU, source: int, target: int) -> None:
         ("prepare", {"SOURCE": 1, "W_FORMAT": 0, "PAIRED": 0}, "prepare makes"),
         ("prepare", {"SOURCE": 0, "W_FORMAT": 1}, "define PAIRED"),
         ("experts", EXPERTS | {"TOP_K": 9}, "TOP_K 1 to 32"),
+        ("experts", EXPERTS | {"TOKENS": 1}, "TOKENS 2 to 8"),
+        ("experts", EXPERTS | {"TOKENS": 4, "COLUMNS": 5}, "COLUMNS 1 to TOKENS"),
+        ("experts", EXPERTS | {"TOKENS": 4, "RESIDENT": 1}, "a ring that goes round"),
         ("sample", SAMPLE | {"CLUSTER": 9}, "CLUSTER 1 to 8"),
         ("sample", SAMPLE | {"MAX_LOGPROBS": 513}, "a thread sorts one"),
     ],

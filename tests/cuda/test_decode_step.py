@@ -79,6 +79,7 @@ def make_cache(kv: str | tuple[str, str], seqs: int) -> KVCache:
         ("bf16", ("bf16", "fp4"), (17, 1, 64), False),
         ({"attention": "fp8", "experts": "mxfp4", "lm_head": "int4_asym"}, "fp4", (9, 40), True),
         ({"attention": "int4", "experts": "nvfp4", "lm_head": "fp8"}, "bf16", (3,), False),
+        ("fp4", "bf16", (9, 4, 1, 30, 2, 17, 8, 3), True),
     ],
 )
 def test_a_step_is_that_of_the_model(

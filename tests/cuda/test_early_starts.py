@@ -87,17 +87,17 @@ class Early:
             launch(kernel, *arguments, **options)
 
 
-def make_step() -> DecodeStep:
-    """Of two sequences, whose pages hold something, one drawn with penalties and one greedy."""
+def make_step(seqs: int) -> DecodeStep:
+    """Of one or two sequences, whose pages hold something: one drawn with penalties, one greedy."""
     weights = make_weights(parse_weights({"experts": "fp4", "attention": "fp8", "lm_head": "bf16"}))
-    cache, seqs, rng = make_cache(("bf16", "fp4"), 2), 2, np.random.default_rng(3)
+    cache, rng = make_cache(("bf16", "fp4"), seqs), np.random.default_rng(3)
     for pages in (pages for layer in cache.layers for pages in layer):
         pages.codes[...] = rng.integers(0, 0x40, pages.codes.shape)
         if pages.scales is not None:
             pages.scales[...] = 0.25
     tables = np.arange(PAGES_EACH * seqs, dtype=np.int32).reshape(seqs, PAGES_EACH)
     step = DecodeStep(SHAPE.spec(), weights[1], cache.layers, tables)
-    step.tokens[:], step.seq_lens[:] = (5, 9), (40, 7)
+    step.tokens[:], step.seq_lens[:] = (5, 9)[:seqs], (40, 7)[:seqs]
     step = step.with_sampler(Sampler(seqs, SHAPE.vocab))
     drawn = SamplingParams(temperature=1.0, top_p=0.9, frequency_penalty=2.0, logprobs=2)
     assert step.sampler is not None
@@ -113,16 +113,20 @@ def run(step: DecodeStep, launch: Any, bulk: bool) -> None:
 
 
 @pytest.mark.parametrize("bulk", [True, False], ids=["bulk", "plain"])
-@pytest.mark.parametrize("prompts", [False, True], ids=["decoding", "prompts"])
-def test_an_early_start_changes_no_bit(prompts: bool, bulk: bool) -> None:
+@pytest.mark.parametrize(
+    ("seqs", "prompts"), [(1, False), (2, False), (2, True)], ids=["one", "two", "prompts"]
+)
+def test_an_early_start_changes_no_bit(seqs: int, prompts: bool, bulk: bool) -> None:
     with decode_on_cpu(build, launch, bulk, multiprocessors=3):
-        step = make_step()
+        step = make_step(seqs)
     step = step.for_prompts() if prompts else step
     order = InOrder()
     run(step, order.launch, bulk)
     expected = order.contents()
     hasty = {name for name, early in zip(order.names, order.hasty, strict=True) if early}
-    assert hasty == {"attention", "output", "route", "down"} | ({"store_kv"} if prompts else set())
+    experts = {"down"} if seqs == 1 else {"grouped_down", "combine"}
+    stored = {"store_kv"} if prompts else set()
+    assert hasty == {"attention", "output", "route"} | experts | stored
     order.reset()
     run(step, Early(order, order.in_flight).launch, bulk)
     assert order.contents() == expected
@@ -131,7 +135,7 @@ def test_an_early_start_changes_no_bit(prompts: bool, bulk: bool) -> None:
 def test_a_read_that_comes_too_early_is_noticed() -> None:
     """Attention reads older keys before it waits: wrong, if they were still being written."""
     with decode_on_cpu(build, launch, True, multiprocessors=3):
-        step = make_step()
+        step = make_step(2)
     order = InOrder()
     run(step, order.launch, True)
     expected = order.contents()

@@ -10,8 +10,8 @@ import pytest
 from npmoe.formats.fragments import RECORD_BYTES, ROWS
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models import stream
-from npmoe.models.decode import EMPTY, W_CODES
-from npmoe.models.stream import ExpertStream
+from npmoe.models.decode import EMPTY
+from npmoe.models.stream import W_CODES, ExpertStream
 from npmoe.ops.experts import swiglu_ref
 from npmoe.ops.norm import rms_norm_ref
 from npmoe.ops.route import top_k_ref

@@ -7,7 +7,8 @@ import pytest
 
 from npmoe.config import KVCacheConfig
 from npmoe.kv.storage import KVCache
-from npmoe.models.decode import KV_CODES, W_CODES, DecodeStep
+from npmoe.models.decode import KV_CODES, DecodeStep
+from npmoe.models.stream import W_CODES
 from npmoe.runtime.nvrtc import named_codes, symbol
 from tests.cuda.nvrtc import compile_kernels, missing
 from tests.cuda.steps import Shape, decode_on_cpu, empty_weights

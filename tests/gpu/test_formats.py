@@ -7,10 +7,9 @@ import pytest
 
 from npmoe.formats.fragments import COLUMNS, RECORDS, ROWS, to_fragments
 from npmoe.formats.quant_tensor import QuantTensor, quantize
-from npmoe.models.decode import W_CODES
 from npmoe.models.gpu import prepare_for_gpu
 from npmoe.models.parameters import Parameter
-from npmoe.models.stream import Stream
+from npmoe.models.stream import W_CODES, Stream
 from npmoe.runtime.device import cupy, to_device
 from npmoe.runtime.launch import launch
 from npmoe.runtime.nvrtc import bulk, kernel

@@ -69,7 +69,8 @@ def test_two_routers_choose_alike(experts: int, k: int, renormalize: bool) -> No
     np.testing.assert_array_max_ulp(weights.get(), c_weights.get(), maxulp=8)
 
 
-GROUPINGS = [(0, 8, 5), (1, 8, 128), (33, 5, 7), (3000, 4, 1), (8192, 8, 128), (8192, 8, 512)]
+GROUPINGS = [(0, 8, 5), (1, 8, 128), (8, 8, 64), (8, 32, 512), (33, 5, 7), (70, 4, 16)]
+GROUPINGS += [(3000, 4, 1), (8192, 8, 128), (8192, 8, 512)]
 
 
 @pytest.mark.parametrize(("num_tokens", "k", "num_experts"), GROUPINGS)

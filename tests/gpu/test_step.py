@@ -17,6 +17,7 @@ from npmoe.models.specs import AttentionSpec, ExpertSpec, LayerSpec, ModelSpec, 
 from npmoe.ops.linear import prepare_linear
 from npmoe.ops.quantize import KVPages, from_kernel_pages, to_kernel_pages
 from npmoe.runtime.device import cupy, to_device
+from npmoe.runtime.graphs import Graph
 
 pytestmark = pytest.mark.gpu
 PAGE, STEPS, LONG = 16, 4, 1500  # from LONG tokens on, the kernels for long contexts
@@ -124,3 +125,28 @@ def test_steps_agree_with_numpy(weights, kv, head_dim, seqs, context) -> None:
                 assert found.scales is not None
                 same = np.isclose(a.scales.astype(np.float32), found.scales, rtol=2e-3, atol=1e-6)
                 assert (~same).mean() < 0.01
+
+
+@pytest.mark.parametrize("weights", ["fp4", "bf16"])
+@pytest.mark.parametrize("seqs", [2, 4, 8])
+def test_a_row_depends_on_no_other_and_not_on_the_graph(seqs: int, weights: str) -> None:
+    """The first row's logits, bit for bit, while the others' tokens and experts change."""
+    spec, rng = tiny_spec(128), np.random.default_rng(4)
+    _, gpu = random_weights(spec, parse_weights(weights))
+    cache = KVCache(2, 2 * seqs, PAGE, 2, 128, KVCacheConfig.parse("bf16"))
+    device_cache = [(on_gpu(k), on_gpu(v)) for k, v in cache.layers]
+    tables = cupy().asarray(np.arange(2 * seqs, dtype=np.int32).reshape(seqs, 2))
+    step = DecodeStep(spec, gpu, device_cache, tables)
+    graph = Graph(step.enqueue)
+    seen = set()
+    for tokens in rng.integers(0, 1000, (3, seqs)).astype(np.int32):
+        for run in (step.enqueue, graph.replay):
+            tokens[0] = 7
+            with graph.stream:
+                step.best[...] = 0
+                step.tokens.set(tokens)
+                step.seq_lens.set(np.full(seqs, 5, np.int32))
+                run()
+            graph.stream.synchronize()
+            seen.add(step.logits[0].get().tobytes())
+    assert len(seen) == 1

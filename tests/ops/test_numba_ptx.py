@@ -36,6 +36,7 @@ def arguments(cuda: Any, kinds: str) -> tuple[Any, ...]:
     ("kernel", "kinds"),
     [
         pytest.param(top_k_kernel.top_k_kernel, "f2 i2 f2 f1 b f1 b b i i b b f", id="top_k"),
+        pytest.param(group._group_kernel, "i1 i1 i1 i1", id="group"),
         pytest.param(group._count_kernel, "i2 i1", id="count"),
         pytest.param(group._place_kernel, "i1 i1 i1 i1 i2", id="place"),
         pytest.param(paging._page_commands_kernel, "i2 i2 i1 i", id="page_commands"),

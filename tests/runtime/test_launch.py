@@ -5,9 +5,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from npmoe.ops.group import group_by_expert
 from npmoe.runtime.graphs import Eager, Graph
-from npmoe.runtime.launch import launch, recorded
+from npmoe.runtime.launch import launch
 from npmoe.runtime.nvrtc import collected, compile_all, kernel
+from npmoe.runtime.recording import recorded
 from tests.cuda.build import missing
 from tests.cuda.fake_gpu import Array, FakeGPU, Stream, fake_gpu
 
@@ -71,3 +73,18 @@ def test_a_replay_runs_again_on_what_is_there_now(
     assert sink[0] == MAGIC
     assert gpu.launched == ["roofline"] * 2
     assert gpu.ranges == [(), ranges]
+
+
+def test_launches_of_numba_are_noted_too(gpu: FakeGPU) -> None:
+    ids = np.array([[1, 2], [1, 0]], np.int32).view(Array)
+    counts, offsets = (np.zeros(n, np.int32).view(Array) for n in (3, 4))
+    pairs, workspace = (np.zeros(shape, np.int32).view(Array) for shape in (4, (1, 3)))
+    with Stream():
+        with recorded() as launches:
+            group_by_expert(ids, 3, (counts, offsets, pairs), workspace)
+        assert [x.kernel.name for x in launches] == ["_group_kernel"]
+        assert gpu.launched == []
+        for noted in launches:
+            noted.again()
+    assert pairs.tolist() == [3, 0, 2, 1]
+    assert counts.tolist() == [1, 2, 1]
