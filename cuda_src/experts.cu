@@ -10,10 +10,12 @@
 // grouped_down:    pair_out[pair][row] = sum_i W_down[id_pair][row][i] hidden[pair][i]
 // combine:         residual[token][row] += sum_k pair_out[token * TOP_K + k][row]
 //
-//   hidden   float32 [tokens][TOP_K][WIDTH]         out of gate_up, in of down
+//   hidden   float32 [tokens][TOP_K][WIDTH]         out of gate_up and grouped_gate_up, in of down and
+//            grouped_down
 //   handed_over float32 [TOP_K WIDTH + 1]           scratch of experts: hidden and a counter, all
 //            words EMPTY before the launch
-//   residual float32 [tokens][HIDDEN]               in of gate_up (x), in and out of down
+//   residual float32 [tokens][HIDDEN]               in of both gate_ups (x), in and out of down and
+//            combine
 //   gate_up  u8 records [EXPERTS][2 WIDTH / 16][HIDDEN / 128]   in: "fragments", see weight_formats.cuh;
 //            gate and up rows alternate
 //   down     u8 records [EXPERTS][HIDDEN / 16][WIDTH / 128]     in
@@ -23,17 +25,20 @@
 //   next_weights u8 [next_bytes]                    in: brought into L2 for the kernel after experts
 //   next_bytes int32, a multiple of 16; eps float32
 //   pair_out float32 [TOKENS][TOP_K][HIDDEN]        out of grouped_down, in of combine
-//   topk_weights float32 [TOKENS][TOP_K]            in
+//   topk_weights float32 [TOKENS][TOP_K]            in of grouped_gate_up: weight_k
 //   expert_counts int32 [EXPERTS], expert_offsets int32 [EXPERTS + 1], sorted_pair_ids int32
 //            [TOKENS TOP_K]                         in: see npmoe/ops/group.py
 // Grid: (any, tokens) blocks of BLOCK_THREADS threads; block (b, token) takes
 // of its token the tiles that own_tile in gemv.cuh says. Of experts all blocks must run at once: at most
-// one a multiprocessor, for one token.
+// one a multiprocessor, for one token. Of grouped_gate_up and grouped_down any, of which BLOCKS_EACH fit a
+// multiprocessor: a block of grouped_gate_up takes tiles as one of gate_up, of all chosen experts; one of
+// grouped_down takes neighbours, so that it meets few experts. Of combine (any, TOKENS) blocks of
+// COMBINE_THREADS threads, each of 4 rows.
 // Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K (1..32, at most EXPERTS),
 // RENORMALIZE (0 or 1), those of gemv.cuh; of experts they are gate_up's, and DOWN_PARTS, DOWN_BATCH,
-// DOWN_PAIRED, DOWN_ROLLING and DOWN_BUFFERS down's. With TOKENS (2..8) the grouped kernels take the place of
-// the others, RENORMALIZE has no meaning, and there are COLUMNS (1..TOKENS, or left out: TOKENS), the pairs that
-// one reading of an expert's weights serves in grouped_down, and BLOCKS_EACH (1 if left out).
+// DOWN_PAIRED, DOWN_ROLLING and DOWN_BUFFERS down's. With TOKENS (2..8) the file has the grouped kernels
+// instead, without RENORMALIZE and with COLUMNS (1..TOKENS, which it is by default), the pairs that one
+// reading of an expert's weights serves in grouped_down, and BLOCKS_EACH (1 by default).
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sums, the combine
 // weight to hidden, so that `down` sums over experts as over columns. In the grouped kernels a token's
@@ -336,8 +341,9 @@ grouped_gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const floa
     return;
   }
   multiply_tiles<Rows, Rows::CHUNK_BYTES>(
-      work, ring, tiles, TOKENS, Plain{x, Rows::ALL}, norm, [] {}, [&] { fill_ring<Rows>(ring, tiles, chunk); },
-      chunk, [&](int j, int row, int token, float sum, float square, bool mine) {
+      work, ring, tiles, TOKENS, Plain{x, Rows::ALL}, norm,
+      [&] { fill_ring<Rows>(ring, tiles, chunk); },  // staging all tokens takes longer than the first chunks
+      [] {}, chunk, [&](int j, int row, int token, float sum, float square, bool mine) {
         int at = own_tile(j), group = at / EXPERT_TILES, pair = -1;
         for (int i = groups.first[group]; i < groups.first[group + 1]; i++)
           if (groups.pair[i] / TOP_K == token) pair = groups.pair[i];
@@ -395,8 +401,8 @@ grouped_down(float* __restrict__ pair_out, const u8* __restrict__ w, const int* 
     next = min(end, (group + 1) * ROW_TILES);
     if (tile > begin) sync_threads(THREADS);  // `work` is free again
     multiply_tiles<Rows, Rows::CHUNK_BYTES>(
-        work, ring, next - tile, groups.first[group + 1] - groups.first[group], OfPairs{hidden, pairs}, nullptr,
-        [] {}, [] {}, [&](int j, int part) { return chunk(tile - begin + j, part); },
+        work, ring, next - tile, groups.first[group + 1] - groups.first[group], OfPairs{hidden, pairs},
+        nullptr, [] {}, [] {}, [&](int j, int part) { return chunk(tile - begin + j, part); },
         [&](int j, int row, int column, float sum, float, bool mine) {
           int at = (tile + j) % ROW_TILES * TILE + row;
           if (mine) pair_out[static_cast<size_t>(pairs[column]) * HIDDEN + at] = sum;
@@ -413,7 +419,8 @@ combine(float* residual, const float* pair_out) {
   int at = blockIdx.x * COMBINE_THREADS + threadIdx.x, token = blockIdx.y;
   bool mine = at < HIDDEN / 4;
   float4* rows = reinterpret_cast<float4*>(residual + static_cast<size_t>(token) * HIDDEN) + at;
-  const float4* parts = reinterpret_cast<const float4*>(pair_out + static_cast<size_t>(token) * TOP_K * HIDDEN);
+  const float4* parts =
+      reinterpret_cast<const float4*>(pair_out + static_cast<size_t>(token) * TOP_K * HIDDEN);
   float4 before = mine ? __ldcg(rows) : make_float4(0.f, 0.f, 0.f, 0.f);
   grid_wait();
   STAMP(3);
