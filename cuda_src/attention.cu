@@ -35,7 +35,7 @@
 // Numerics: tensor-core products of exact codes with q split in a 16-bit head and rest; weights split
 // likewise over bf16 values, times scales in fp16 over fp4 values; float32 sums, key scales applied in
 // float32; chunks of a team in order, then the teams of a cluster, helpers' shares in order and then by a
-// butterfly, then clusters. Weights are relative to powers of two, so that no order rounds otherwise.
+// butterfly, then clusters.
 // Limit: values in fp4 pages below 49,000 (their scale times 8 must fit fp16).
 #include "new_token.cuh"
 
@@ -204,7 +204,8 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     float best = fmaxf(fmaxf(p[0], p[1]), fmaxf(p[2], p[3]));
     best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, 1));
     best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, 2));
-    float now = fmaxf(reached, ceilf(best * K_UNDO));
+    best = V_SCALED ? best * K_UNDO : ceilf(best * K_UNDO);
+    float now = best > reached + SLACK ? best : reached;
     weight *= power_of_two(level - now);
     level = now;
 #pragma unroll

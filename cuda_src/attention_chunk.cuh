@@ -23,7 +23,10 @@ __device__ __forceinline__ int further(int at, int pieces) {
 }
 constexpr int Q_STRIDE = D + (K_SCALED ? 1 : 8);  // floats between heads: on different banks
 constexpr float K_UNDO = K_SCALED ? 16384.f : 1.f, V_UNDO = V_SCALED ? 16384.f : 1.f;  // 2^14 of the codes
-constexpr float LIFT = V_SCALED ? 3.f : 0.f;  // weights are up to 2^LIFT; times a scale they are fp16
+// Weights are relative to 2^(level - LIFT): times a scale they are fp16. A level is the highest score, exactly,
+// whose weight is then exact, and may be exceeded by SLACK before it is raised; over bf16 values it is a
+// whole number, so that heads and rests are scaled exactly.
+constexpr float LIFT = V_SCALED ? 2.f : 0.f, SLACK = V_SCALED ? 1.f : 0.f;
 
 // A pair of floats as 16-bit numbers, bf16 where the other operand is bf16, and what is left of them.
 template <int FORMAT>
@@ -321,7 +324,7 @@ __device__ __forceinline__ void mix(float (&mixed)[2][4], const Values& values,
     }
   }
 }
-// Multiplies a chunk's weights by a power of two.
+// Multiplies a chunk's weights; over bf16 values by a power of two.
 __device__ __forceinline__ void scale_weights(Weighed::Operand& weights, float factor) {
   __half2 half = __float2half2_rn(factor);
   __nv_bfloat162 bfloat = __float2bfloat162_rn(factor);

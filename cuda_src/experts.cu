@@ -22,8 +22,6 @@
 //   chosen_ids int32 [tokens][TOP_K]                out of gate_up, EMPTY before its launch, in of down
 //   router_logits float32 [tokens][EXPERTS]         in
 //   norm     float32 [HIDDEN]                       in
-//   next_weights u8 [next_bytes]                    in: brought into L2 for the kernel after experts
-//   next_bytes int32, a multiple of 16; eps float32
 //   pair_out float32 [TOKENS][TOP_K][HIDDEN]        out of grouped_down, in of combine
 //   topk_weights float32 [TOKENS][TOP_K]            in of grouped_gate_up: weight_k
 //   expert_counts int32 [EXPERTS], expert_offsets int32 [EXPERTS + 1], sorted_pair_ids int32
@@ -147,14 +145,12 @@ down(float* residual, const u8* __restrict__ w, const u32* chosen_ids, const flo
 CPU_KERNEL(down)
 
 #ifdef DOWN_PARTS
-constexpr int PREFETCH = 4096;  // bytes at a time
 #if !BULK || RESIDENT
 #error "experts needs BULK and a ring that goes round"
 #endif
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
 experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, const u8* __restrict__ w_down,
-        const float* router_logits, const float* __restrict__ norm, const u8* next_weights, int next_bytes,
-        float eps) {
+        const float* router_logits, const float* __restrict__ norm, float eps) {
   using Up = Pass<HIDDEN / SLICE / PARTS, PARTS, 1, true>;
   using Down = Pass<WIDTH / SLICE / DOWN_PARTS, TOP_K * DOWN_PARTS, 1, false, DOWN_BATCH,
                     DOWN_PAIRED ? 2 : 1, DOWN_ROLLING, DOWN_BUFFERS>;
@@ -193,10 +189,6 @@ experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, c
       }
     __syncwarp();
     launch_next();  // the next kernel asks for its weights only now
-    // It may find no room beside this one, which leaves the memory idle while it multiplies its last chunks.
-    int share = (next_bytes / 16 + gridDim.x - 1) / gridDim.x * 16, first = blockIdx.x * share;
-    for (int at = first + lane * PREFETCH; at < min(first + share, next_bytes); at += 32 * PREFETCH)
-      bulk_prefetch(next_weights + at, min(PREFETCH, min(first + share, next_bytes) - at));
     return;
   }
   auto ask = [&] {
@@ -341,9 +333,9 @@ grouped_gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const floa
     return;
   }
   multiply_tiles<Rows, Rows::CHUNK_BYTES>(
-      work, ring, tiles, TOKENS, Plain{x, Rows::ALL}, norm,
-      [&] { fill_ring<Rows>(ring, tiles, chunk); },  // staging all tokens takes longer than the first chunks
-      [] {}, chunk, [&](int j, int row, int token, float sum, float square, bool mine) {
+      work, ring, tiles, TOKENS, Plain{x, Rows::ALL}, norm, [] {},
+      [&] { fill_ring<Rows>(ring, tiles, chunk); }, chunk,
+      [&](int j, int row, int token, float sum, float square, bool mine) {
         int at = own_tile(j), group = at / EXPERT_TILES, pair = -1;
         for (int i = groups.first[group]; i < groups.first[group + 1]; i++)
           if (groups.pair[i] / TOP_K == token) pair = groups.pair[i];

@@ -389,10 +389,6 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes,
       "l"(from), "r"(bytes), "r"(barrier.address), "l"(policy)
       : "memory");
 }
-// Brings bytes (a multiple of 16, aligned to 16) into L2.
-__device__ __forceinline__ void bulk_prefetch(const void* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 #endif
 #else
 #ifndef CLUSTER
@@ -518,7 +514,6 @@ inline void barrier_init(u64* barrier, u32 arrivals) {
 inline void barrier_init_done() {}
 inline void barrier_arrive(u64* barrier) { cpu::mbarrier_step(mbarrier(barrier), 1, 0); }
 inline void barrier_wait(u64* barrier, u32 phase) { cpu::mbarrier_wait(mbarrier(barrier), phase); }
-inline void bulk_prefetch(const void* from, u32 bytes) { cpu::bulk_prefetch(from, bytes); }
 inline void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier) {
   cpu::bulk_copy(to, from, bytes, mbarrier(barrier));
 }

@@ -36,12 +36,14 @@ class Tuning:
     """Launch shapes that change results by rounding only. splits: parts of the context that an
     attention head is spread over, rounded down to whole clusters; None fills the GPU. blocks:
     thread blocks of a weight kernel, at most one a multiprocessor, which is what None takes.
-    one_kernel: a single token's experts run in one kernel where that exists. pairs_at_once: of the
-    tokens that chose an expert, those for which its down projection is read once."""
+    one_kernel: a single token's experts run in one kernel where that exists. grouped: experts of
+    several tokens are read once, whoever chose them; None leaves it to their size. pairs_at_once:
+    of the tokens that chose an expert, those for which its down projection is then read once."""
 
     splits: int | None = None
     blocks: int | None = None
     one_kernel: bool = True
+    grouped: bool | None = None
     pairs_at_once: int = 8
 
 
@@ -91,14 +93,14 @@ class DecodeStep:
         self.attended = xp.zeros((seqs, a.num_heads * a.head_dim), xp.float32)
         self.router_logits = xp.zeros((seqs, experts), xp.float32)
         self.grouped = None
-        if seqs > 1:
+        if seqs > 1 and self._groups(weights):
             sizes = seqs, spec.hidden_size, width, mlp.router, self.blocks
             limits = self.bulk, self.shared_bytes, self.tuning.pairs_at_once
             self.grouped = GroupedExperts(*sizes, *limits)
-        alone = seqs == 1
-        self.hidden = xp.zeros((top_k, width) if alone else 0, xp.float32)
-        # What blocks tell others that run already: ids, or hidden and a counter.
-        self.handed_over = xp.zeros(top_k * width + 1 if alone else 0, xp.uint32)
+        pairs = 0 if self.grouped else seqs * top_k
+        self.hidden = xp.zeros((pairs, width), xp.float32)
+        # What blocks tell others that run already: ids, or, of one token, hidden and a counter.
+        self.handed_over = xp.zeros(pairs if seqs > 1 else pairs * width + 1, xp.uint32)
         self.logits = xp.zeros((seqs, spec.vocab_size), xp.float32)
         self.best = xp.zeros(seqs, xp.uint64)
         self.tokens, self.steps = xp.zeros(seqs, xp.int32), xp.zeros(seqs, xp.uint32)
@@ -115,6 +117,12 @@ class DecodeStep:
         if cos_sin is None:
             cos_sin = rotary_table(spec, block_table.shape[1] * cache[0][0].page_size)
         self.cos_sin = cos_sin
+
+    def _groups(self, weights: dict[str, Any]) -> bool:
+        if self.tuning.grouped is not None:
+            return self.tuning.grouped
+        projections = weights["layers.0.gate_up_proj"], weights["layers.0.down_proj"]
+        return sum(p.codes[0].nbytes for p in projections) >= GROUPED_BYTES
 
     def for_prompts(self) -> "DecodeStep":
         """The same step on the same buffers, whose rows may be tokens of one sequence, each with
@@ -137,8 +145,10 @@ class DecodeStep:
         whether a sequence of the batch is long; results differ by rounding only."""
         a = self.spec.layers[0].attention
         assert isinstance(a, AttentionSpec)
-        beside = self._split.beside if self.cluster == LONG_CLUSTER else 1
-        wanted = self.tuning.splits or beside * self.blocks // a.num_kv_heads
+        wanted = self.blocks // a.num_kv_heads
+        if self.cluster == LONG_CLUSTER:
+            wanted = max(wanted, min(self._split.beside * wanted, LONG_SPLITS))
+        wanted = self.tuning.splits or wanted
         return self.cluster * min(max(1, wanted // self.cluster), MAX_CLUSTERS)
 
     def with_sampler(self, sampler: Sampler) -> "DecodeStep":
@@ -234,8 +244,7 @@ class DecodeStep:
         if together is None:
             self._experts(w, mlp, macros)
         else:
-            following = self.weights.get(f"layers.{i + 1}.qkv_proj", self.weights["lm_head"])
-            self._experts_in_one(w, macros, together, following)
+            self._experts_in_one(w, macros, together)
 
     def _route(self, w: dict[str, Any], mlp: ExpertSpec) -> None:
         experts, warps = mlp.router.num_experts, 4 if self.spec.hidden_size < WIDE else 8
@@ -326,13 +335,8 @@ class DecodeStep:
         }
 
     def _experts_in_one(
-        self,
-        w: dict[str, Any],
-        macros: dict[str, int],
-        stream: ExpertStream,
-        following: QuantTensor,
+        self, w: dict[str, Any], macros: dict[str, int], stream: ExpertStream
     ) -> None:
-        """following: the weights that the next kernel reads."""
         gate_up, down = w["gate_up_proj"], w["down_proj"]
         macros = macros | stream.macros() | {"W_FORMAT": W_CODES[down.format]}
         launch(
@@ -345,8 +349,6 @@ class DecodeStep:
             down.codes,
             self.router_logits,
             w["post_attention_layernorm"],
-            following.codes,
-            min(following.codes.nbytes, PREFETCH_BYTES),
             self.spec.eps,
             shared=stream.shared,
         )
@@ -357,7 +359,7 @@ class DecodeStep:
         form = {"W_FORMAT": W_CODES[gate_up.format]}
         launch(
             kernel("experts", "gate_up", **macros, **form, **stream.macros()),
-            (self.blocks, 1),
+            (self.blocks, self.num_seqs),
             stream.threads,
             self.hidden,
             self.handed_over,
@@ -372,7 +374,7 @@ class DecodeStep:
         form = {"W_FORMAT": W_CODES[down.format]}
         launch(
             kernel("experts", "down", **macros, **form, **stream.macros()),
-            (self.blocks, 1),
+            (self.blocks, self.num_seqs),
             stream.threads,
             self.x,
             down.codes,
@@ -407,10 +409,11 @@ class DecodeStep:
 
 
 CLUSTER, LONG_CLUSTER, MAX_CLUSTERS, LONG_CONTEXT = 8, 2, 64, 8192
-WIDE, PREFETCH_BYTES = 4096, 16 << 20
+LONG_SPLITS, WIDE, GROUPED_BYTES = 32, 4096, 4 << 20
 """Blocks of an attention cluster, the same from LONG_CONTEXT tokens on, most clusters a head, that
-number of tokens; hidden size from which the router takes more warps; most bytes of the next
-kernel's weights that one brings into L2."""
+number of tokens; parts of such a context where two blocks a multiprocessor would make more; hidden
+size from which the router takes more warps; bytes of an expert from which reading it once is worth
+the grouping."""
 MAX_TOP_K = 32
 EMPTY = 0xFFFFFFFF
 """A word that a block waits for, as cuda_src/ptx.cuh has it, until another has written it."""

@@ -11,6 +11,7 @@ from npmoe.bench.kernels import as_records, kernel_times, table
 from npmoe.bench.measure import BenchOptions
 from npmoe.bench.subject import named_shape
 from npmoe.config import KVCacheConfig, parse_weights
+from npmoe.models import decode
 from npmoe.models.decode import DecodeStep
 from tests.bench.conftest import TINY
 from tests.cli_fixtures import make_checkpoint
@@ -188,7 +189,8 @@ def test_kernels_by_themselves(gpu: FakeGPU) -> None:
     assert as_records(times)[1]["kernel"] == "qkv_fp4"
 
 
-def test_kernels_of_a_batch_by_themselves(gpu: FakeGPU) -> None:
+def test_kernels_of_a_batch_by_themselves(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "GROUPED_BYTES", 0)
     options = BenchOptions(
         parse_weights("fp4"), KVCacheConfig("fp4", "fp4"), batch=2, context=40, page_size=16
     )

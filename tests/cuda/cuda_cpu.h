@@ -296,12 +296,6 @@ inline void mbarrier_wait(Mbarrier* m, unsigned phase) {
   }
 }
 
-// Reads them, so that an address outside an array is found.
-inline void bulk_prefetch(const void* from, unsigned bytes) {
-  if (bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) fail("a misaligned prefetch");
-  volatile unsigned char last = static_cast<const unsigned char*>(from)[bytes - 1];
-  (void)last;
-}
 inline void bulk_copy(void* to, const void* from, unsigned bytes, Mbarrier* m) {
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) % 16)
     fail("a bulk copy that is not aligned to 16 bytes");

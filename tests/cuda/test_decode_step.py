@@ -28,6 +28,9 @@ PAGE, PAGES_EACH = 16, 6
 SHAPE = Shape("tiny", 256, 2, 4, 2, 64, 8, 3, 128, 200)
 
 
+MIXED = {"attention": "fp8", "experts": "mxfp4", "lm_head": "int4_asym"}
+
+
 def make_weights(policy: WeightsPolicy) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same weights for the NumPy model and for the step."""
     rng = np.random.default_rng(11)
@@ -73,17 +76,21 @@ def make_cache(kv: str | tuple[str, str], seqs: int) -> KVCache:
 
 
 @pytest.mark.parametrize(
-    ("weights", "kv", "lengths", "bulk"),
+    ("weights", "kv", "lengths", "bulk", "grouped"),
     [
-        ("fp4", "fp4", (70,), True),
-        ("bf16", ("bf16", "fp4"), (17, 1, 64), False),
-        ({"attention": "fp8", "experts": "mxfp4", "lm_head": "int4_asym"}, "fp4", (9, 40), True),
-        ({"attention": "int4", "experts": "nvfp4", "lm_head": "fp8"}, "bf16", (3,), False),
-        ("fp4", "bf16", (9, 4, 1, 30, 2, 17, 8, 3), True),
+        ("fp4", "fp4", (70,), True, False),
+        ("bf16", ("bf16", "fp4"), (17, 1, 64), False, True),
+        (MIXED, "fp4", (9, 40), True, False),
+        ({"attention": "int4", "experts": "nvfp4", "lm_head": "fp8"}, "bf16", (3,), False, False),
+        ("fp4", "bf16", (9, 4, 1, 30, 2, 17, 8, 3), True, True),
     ],
 )
 def test_a_step_is_that_of_the_model(
-    weights: str | WeightsPolicy, kv: str | tuple[str, str], lengths: tuple[int, ...], bulk: bool
+    weights: str | WeightsPolicy,
+    kv: str | tuple[str, str],
+    lengths: tuple[int, ...],
+    bulk: bool,
+    grouped: bool,
 ) -> None:
     """Four steps, each feeding the next its greedy token; the prompt runs in NumPy."""
     plain, on_device = make_weights(parse_weights(weights))
@@ -116,7 +123,8 @@ def test_a_step_is_that_of_the_model(
         launch(function, *arguments, **options, seed=3)
 
     with decode_on_cpu(kernel, run, bulk, multiprocessors=5):
-        step = decode.DecodeStep(model.spec, on_device, cache.layers, tables)
+        tuning = decode.Tuning(grouped=grouped)
+        step = decode.DecodeStep(model.spec, on_device, cache.layers, tables, tuning=tuning)
         step.tokens[:], step.seq_lens[:] = tokens, total
         for i in range(4):
             total = total + 1

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from npmoe.config import parse_weights
-from npmoe.models.decode import DecodeStep
+from npmoe.models.decode import DecodeStep, Tuning
 from npmoe.ops.sample import Chooser
 from npmoe.ops.sampler import Sampler
 from npmoe.sampling import SamplingParams
@@ -87,7 +87,7 @@ class Early:
             launch(kernel, *arguments, **options)
 
 
-def make_step(seqs: int) -> DecodeStep:
+def make_step(seqs: int, grouped: bool = False) -> DecodeStep:
     """Of one or two sequences, whose pages hold something: one drawn with penalties, one greedy."""
     weights = make_weights(parse_weights({"experts": "fp4", "attention": "fp8", "lm_head": "bf16"}))
     cache, rng = make_cache(("bf16", "fp4"), seqs), np.random.default_rng(3)
@@ -96,7 +96,8 @@ def make_step(seqs: int) -> DecodeStep:
         if pages.scales is not None:
             pages.scales[...] = 0.25
     tables = np.arange(PAGES_EACH * seqs, dtype=np.int32).reshape(seqs, PAGES_EACH)
-    step = DecodeStep(SHAPE.spec(), weights[1], cache.layers, tables)
+    tuning = Tuning(grouped=grouped)
+    step = DecodeStep(SHAPE.spec(), weights[1], cache.layers, tables, tuning=tuning)
     step.tokens[:], step.seq_lens[:] = (5, 9)[:seqs], (40, 7)[:seqs]
     step = step.with_sampler(Sampler(seqs, SHAPE.vocab))
     drawn = SamplingParams(temperature=1.0, top_p=0.9, frequency_penalty=2.0, logprobs=2)
@@ -114,17 +115,19 @@ def run(step: DecodeStep, launch: Any, bulk: bool) -> None:
 
 @pytest.mark.parametrize("bulk", [True, False], ids=["bulk", "plain"])
 @pytest.mark.parametrize(
-    ("seqs", "prompts"), [(1, False), (2, False), (2, True)], ids=["one", "two", "prompts"]
+    ("seqs", "prompts", "grouped"),
+    [(1, False, False), (2, False, False), (2, False, True), (2, True, True)],
+    ids=["one", "two", "grouped", "prompts"],
 )
-def test_an_early_start_changes_no_bit(seqs: int, prompts: bool, bulk: bool) -> None:
+def test_an_early_start_changes_no_bit(seqs: int, prompts: bool, grouped: bool, bulk: bool) -> None:
     with decode_on_cpu(build, launch, bulk, multiprocessors=3):
-        step = make_step(seqs)
+        step = make_step(seqs, grouped)
     step = step.for_prompts() if prompts else step
     order = InOrder()
     run(step, order.launch, bulk)
     expected = order.contents()
     hasty = {name for name, early in zip(order.names, order.hasty, strict=True) if early}
-    experts = {"down"} if seqs == 1 else {"grouped_down", "combine"}
+    experts = {"grouped_down", "combine"} if grouped else {"down"}
     stored = {"store_kv"} if prompts else set()
     assert hasty == {"attention", "output", "route"} | experts | stored
     order.reset()

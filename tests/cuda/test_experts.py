@@ -188,8 +188,8 @@ def test_both_in_one_kernel(case: tuple[Any, ...]) -> None:
         empty = memory.writable(np.full(top_k * width + 1, EMPTY, np.uint32).view(np.float32))
         launch(
             *(function, (blocks,), fitted.threads, residual, empty),
-            *(memory.read_only(a) for a in (*records, logits, norm, records[0])),
-            *(records[0].nbytes, EPS),
+            *(memory.read_only(a) for a in (*records, logits, norm)),
+            EPS,
             shared=fitted.shared,
             seed=seed,
         )

@@ -29,7 +29,7 @@ def test_logits_agree_at_every_position(pair) -> None:
     assert relative.max() < 3e-2  # a key or a value whose rounding falls the other way
     top = np.sort(expected, axis=1)
     clear = top[:, -1] - top[:, -2] > 2 * error
-    assert clear.mean() > 0.9
+    assert clear.mean() > 0.8
     assert (found.argmax(axis=1) == expected.argmax(axis=1))[clear].all()
 
 

@@ -9,7 +9,7 @@ from npmoe.batch import Batch
 from npmoe.config import KVCacheConfig, RopeConfig, WeightsPolicy, parse_weights
 from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.kv.storage import KVCache
-from npmoe.models.decode import LONG_CONTEXT, DecodeStep
+from npmoe.models.decode import LONG_CONTEXT, DecodeStep, Tuning
 from npmoe.models.gpu import prepare_for_gpu
 from npmoe.models.layers import CausalLM
 from npmoe.models.parameters import VECTOR, TensorNames, decoder_parameters
@@ -80,8 +80,11 @@ CASES = [  # weights, kv, head_dim, sequences, context
 ]
 
 
+@pytest.mark.parametrize("grouped", [False, True], ids=["alone", "grouped"])
 @pytest.mark.parametrize(("weights", "kv", "head_dim", "seqs", "context"), CASES)
-def test_steps_agree_with_numpy(weights, kv, head_dim, seqs, context) -> None:
+def test_steps_agree_with_numpy(weights, kv, head_dim, seqs, context, grouped) -> None:
+    if grouped and seqs == 1:
+        pytest.skip("one token has no company")
     spec = tiny_spec(head_dim)
     cpu, gpu = random_weights(spec, parse_weights(weights))
     model = CausalLM(spec, cpu)
@@ -99,7 +102,8 @@ def test_steps_agree_with_numpy(weights, kv, head_dim, seqs, context) -> None:
         )
     tolerance = TOLERANCE["bf16" if kv == "bf16" else "fp4"]
     device_cache = [(on_gpu(k), on_gpu(v)) for k, v in cache.layers]
-    step = DecodeStep(spec, gpu, device_cache, cupy().asarray(tables))
+    tuning = Tuning(grouped=grouped)
+    step = DecodeStep(spec, gpu, device_cache, cupy().asarray(tables), tuning=tuning)
     step = step.for_context(LONG_CONTEXT if context >= LONG else context)
     tokens = rng.integers(0, 1000, seqs).astype(np.int32)
     step.tokens.set(tokens)
@@ -136,7 +140,7 @@ def test_a_row_depends_on_no_other_and_not_on_the_graph(seqs: int, weights: str)
     cache = KVCache(2, 2 * seqs, PAGE, 2, 128, KVCacheConfig.parse("bf16"))
     device_cache = [(on_gpu(k), on_gpu(v)) for k, v in cache.layers]
     tables = cupy().asarray(np.arange(2 * seqs, dtype=np.int32).reshape(seqs, 2))
-    step = DecodeStep(spec, gpu, device_cache, tables)
+    step = DecodeStep(spec, gpu, device_cache, tables, tuning=Tuning(grouped=True))
     graph = Graph(step.enqueue)
     seen = set()
     for tokens in rng.integers(0, 1000, (3, seqs)).astype(np.int32):
