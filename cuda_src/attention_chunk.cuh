@@ -12,7 +12,7 @@ constexpr int V_AT = CHUNK * K_ROW, K_SCALES_AT = V_AT + CHUNK * V_ROW;
 constexpr int V_SCALES_AT = K_SCALES_AT + K_SCALED * CHUNK * SCALE_ROW;
 constexpr int PLACE_BYTES = (V_SCALES_AT + V_SCALED * CHUNK * SCALE_ROW + 127) / 128 * 128;
 // Where piece `piece` of row `row` is, of rows of ROW bytes; and, from such a place, where the piece is that
-// is `pieces` further in the row, if no smaller bit of both is 1.
+// is `pieces` further in the row, if they have no bit in common.
 template <int ROW>
 __device__ __forceinline__ int piece_at(int row, int piece) {
   constexpr int MANY = ROW < 128 ? ROW / 16 : 8;
