@@ -72,10 +72,9 @@ def sampled_steps(setup: GpuSetup, context: int) -> dict[str, DecodeStep]:
     for sequences of `context` tokens."""
     args = setup.spec, setup.weights, setup.cache.pages, setup.block_table
     greedy = DecodeStep(*args).for_context(context)
+    # Equal tokens would choose the same experts.
     ids = np.random.default_rng(0).permutation(setup.spec.vocab_size)[: setup.batch]
-    greedy.tokens[...] = cupy().asarray(
-        ids.astype(np.int32)
-    )  # equal tokens would choose the same experts
+    greedy.tokens[...] = cupy().asarray(ids.astype(np.int32))
     top_p = greedy.with_sampler(Sampler(setup.batch, setup.spec.vocab_size))
     assert top_p.sampler is not None
     rows = [Chooser(TOP_P, [0], 1, seed, 0, frozenset()) for seed in range(setup.batch)]
