@@ -9,8 +9,8 @@
 //   k_codes, v_codes   pages [num_pages][KV_HEADS][PAGE][D], bf16 or packed   in and out
 //   k_scales, v_scales fp16 [num_pages][KV_HEADS][PAGE][D / KV_GROUP]        in and out
 //   block_table int32 [seqs][max_pages]; seq_lens int32 [seqs], the new token counted   in
-//   partial   float32 [seqs][KV_HEADS][splits][RATIO D / CLUSTER / 4][8]   scratch, words EMPTY; left so: a block's
-//             share of its cluster's sums in fours, then the level of their head, its weight, and padding
+//   partial   float32 [seqs][KV_HEADS][CLUSTER][splits / CLUSTER][QUADS][8]   scratch, words EMPTY; left so: of each
+//             cluster's share of four outputs the sums, their level and weight, and padding; see Record
 //   arrived   u32 [seqs][KV_HEADS][CLUSTER], zero; left zero     scratch, if not SCATTERED
 //   max_pages int32; eps, scale float32
 // store_kv does the first part alone, q/k norm and rotary of the new key and K and V into their page;

@@ -70,6 +70,20 @@ struct LaneShare {
   }
 };
 
+// Starts copying `limit` rows of ROW bytes that may be on several pages. Others: as of fetch_chunk.
+template <int ROW>
+__device__ __forceinline__ void fetch_rows(SharedAt to, const u8* from, const Pages& pages, int first, int limit,
+                                           int page) {
+  constexpr int PIECES_A_ROW = ROW / 16;
+  int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < CHUNK * PIECES_A_ROW / 32; i++) {
+    int at = i * 32 + lane, token = at / PIECES_A_ROW, c = at % PIECES_A_ROW;
+    size_t row = pages.row(__shfl_sync(ALL_LANES, page, token), first + token);
+    if (token < limit) async_copy<16>(to + piece_at<ROW>(token, c), from + row * ROW + c * 16);
+  }
+}
+
 // Starts copying the tokens [first, first + CHUNK) below `end` to `place`.
 // page: of token first + lane % CHUNK.
 __device__ __forceinline__ void fetch_chunk(const LaneShare& mine, const Pages& pages, SharedAt place, int first,
@@ -90,17 +104,8 @@ __device__ __forceinline__ void fetch_chunk(const LaneShare& mine, const Pages& 
     rows(mine.v_to, mine.v, V_ROW);
     if (r < limit && scaled) async_copy<SCALE_ROW>(place + mine.scales_to, mine.scales + row * GROUPS);
   } else {
-    auto rows = [&](SharedAt to, const u8* from, auto format) {
-      constexpr int ROW = decltype(format)::value, PIECES = ROW / 16;
-#pragma unroll
-      for (int i = 0; i < CHUNK * PIECES / 32; i++) {
-        int at = i * 32 + lane, token = at / PIECES, c = at % PIECES;
-        size_t row = pages.row(__shfl_sync(ALL_LANES, page, token), first + token);
-        if (token < limit) async_copy<16>(to + piece_at<ROW>(token, c), from + row * ROW + c * 16);
-      }
-    };
-    rows(place, mine.k, Number<K_ROW>());
-    rows(place + V_AT, mine.v, Number<V_ROW>());
+    fetch_rows<K_ROW>(place, mine.k, pages, first, limit, page);
+    fetch_rows<V_ROW>(place + V_AT, mine.v, pages, first, limit, page);
     if (r < limit && scaled)
       async_copy<SCALE_ROW>(place + mine.scales_to, mine.scales + pages.row(page, first + r) * GROUPS);
   }

@@ -12,7 +12,7 @@ constexpr int RATIO = HEADS / KV_HEADS, THREADS = 32 * WARPS, TEAMS = WARPS / TE
 constexpr int WRITERS = CLUSTER * TEAMS, QUADS = RATIO * D / 4 / CLUSTER, OUTPUTS = 4 * QUADS;
 constexpr int HEADS_HERE = (OUTPUTS + D - 1) / D + (OUTPUTS % D && D % OUTPUTS ? 1 : 0);
 // Threads that bring four outputs together: as many as there are for each, of one warp, with equal shares.
-constexpr int helpers_of(int threads) {
+__device__ constexpr int helpers_of(int threads) {
   int count = 1;
   while (2 * count <= threads && 2 * count <= 32 && WRITERS % (2 * count) == 0) count *= 2;
   return count;

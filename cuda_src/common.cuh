@@ -9,11 +9,6 @@
 #define CPU_KERNEL_OF(name, blocks_in_turns, blocks_a_cluster)
 #endif
 
-template <int N>
-struct Number {  // a constant as an argument
-  static constexpr int value = N;
-};
-
 constexpr u32 ALL_LANES = 0xffffffffu;
 #define INFINITE __uint_as_float(0x7f800000u)
 

@@ -1,8 +1,9 @@
 """The decode step on the GPU: one token each of up to 8 sequences, as launches for a graph.
 
-Six kernels a layer for one sequence: qkv, attention (with q/k norm, rotary and the KV write),
-output, route, gate_up, down; for more, npmoe/models/grouped.py has the experts. Then lm_head with
-the greedy choice, or sample after it. `embed` of the next step reads the token on the device.
+Six kernels a layer: qkv, attention (with q/k norm, rotary and the KV write), output, route,
+gate_up, down; large experts of several sequences are grouped instead (npmoe/models/grouped.py).
+Then lm_head with the greedy choice, or sample after it. `embed` of the next step reads the token on
+the device.
 """
 
 from copy import copy
@@ -119,6 +120,7 @@ class DecodeStep:
         self.cos_sin = cos_sin
 
     def _groups(self, weights: dict[str, Any]) -> bool:
+        """Whether several tokens are grouped by expert: if so told, or by an expert's size."""
         if self.tuning.grouped is not None:
             return self.tuning.grouped
         projections = weights["layers.0.gate_up_proj"], weights["layers.0.down_proj"]

@@ -429,4 +429,5 @@ class AttentionSplit:
 
 
 def _fixed(teams: int) -> int:
+    """Most bytes of fixed arrays of an attention block with so many teams."""
     return ATTENTION_STATIC_BYTES + teams * TEAM_BYTES

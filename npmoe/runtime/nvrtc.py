@@ -136,7 +136,6 @@ def _module(stem: str, name: str, macros: tuple[tuple[str, int], ...]) -> Any:
     renamed = symbol(name, dict(macros))
     options = (
         "-std=c++17",
-        "-default-device",  # of generic lambdas
         f"-arch={_architecture()}",
         f"-I{folder('cuda_src')}",
         f"-DHEADERS_DIGEST=0x{_headers_digest()}ull",

@@ -58,13 +58,7 @@ def compile_kernels(stem: str, architecture: str, macros: dict[str, int]) -> dic
     assert found is not None
     library, program = _library(), ctypes.c_void_p()
     source = (folder("cuda_src") / f"{stem}.cu").read_bytes()
-    options = [
-        "-std=c++17",
-        "-default-device",
-        f"-arch={architecture}",
-        f"-I{folder('cuda_src')}",
-        f"-I{found[1]}",
-    ]
+    options = ["-std=c++17", f"-arch={architecture}", f"-I{folder('cuda_src')}", f"-I{found[1]}"]
     options += ["-ftz=true", "--ptxas-options=-v"]  # the first since CuPy passes it
     options += [f"-D{k}={v}" for k, v in macros.items()]
     name = f"{stem}.cu".encode()

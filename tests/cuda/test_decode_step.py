@@ -26,8 +26,6 @@ from tests.helpers import relative_error
 
 PAGE, PAGES_EACH = 16, 6
 SHAPE = Shape("tiny", 256, 2, 4, 2, 64, 8, 3, 128, 200)
-
-
 MIXED = {"attention": "fp8", "experts": "mxfp4", "lm_head": "int4_asym"}
 
 

@@ -95,6 +95,16 @@ def inputs(case: Case) -> tuple[Any, ...]:
     return gate_up, down, logits, rng
 
 
+def check_hidden(
+    hidden: np.ndarray, w: QuantTensor, normed: np.ndarray, weights: np.ndarray, ids: np.ndarray
+) -> None:
+    """hidden `[T, K, I]` against what experts w `[E, 2 I, H]` make of normed `[T, H]`."""
+    dense = w.dequantize()
+    for t in range(len(normed)):
+        gated = swiglu_ref(normed[t] @ dense[ids[t]].transpose(0, 2, 1))
+        assert relative_error(hidden[t], weights[t, :, None] * gated) < 2 * TOLERANCE
+
+
 @pytest.mark.parametrize("case", PARAMS)
 def test_gate_up(case: Case) -> None:
     w, _, logits, rng = inputs(case)
@@ -117,10 +127,7 @@ def test_gate_up(case: Case) -> None:
     hidden, chosen = run_all_orders(run)
     weights, ids = top_k_ref(logits, case.top_k, case.renormalize)
     assert (chosen == ids).all()
-    normed, dense = rms_norm_ref(x, norm, EPS), w.dequantize()
-    for t in range(case.tokens):
-        gated = swiglu_ref(normed[t] @ dense[ids[t]].transpose(0, 2, 1))
-        assert relative_error(hidden[t], weights[t, :, None] * gated) < 2 * TOLERANCE
+    check_hidden(hidden, w, rms_norm_ref(x, norm, EPS), weights, ids)
 
 
 @pytest.mark.parametrize("case", PARAMS)

@@ -11,7 +11,6 @@ from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
 from npmoe.models import stream
 from npmoe.models.grouped import COMBINE_THREADS, COMBINED_ROWS
 from npmoe.models.stream import W_CODES, GroupedStream
-from npmoe.ops.experts import swiglu_ref
 from npmoe.ops.group import group_by_expert_ref
 from npmoe.ops.norm import rms_norm_ref
 from tests.cuda.build import kernel, launch
@@ -25,7 +24,7 @@ from tests.cuda.support import (
     same_bits,
     weight,
 )
-from tests.cuda.test_experts import interleaved
+from tests.cuda.test_experts import check_hidden, interleaved
 from tests.helpers import relative_error
 
 EPS = 1e-6
@@ -122,10 +121,7 @@ def test_grouped_gate_up(case: Case) -> None:
         return (hidden,)
 
     (hidden,) = run_all_orders(run)
-    normed, dense = rms_norm_ref(x, norm, EPS), w.dequantize()
-    for t in range(case.tokens):
-        gated = swiglu_ref(normed[t] @ dense[ids[t]].transpose(0, 2, 1))
-        assert relative_error(hidden[t], weights[t, :, None] * gated) < 2 * TOLERANCE
+    check_hidden(hidden, w, rms_norm_ref(x, norm, EPS), weights, ids)
 
 
 @pytest.mark.parametrize("case", PARAMS)
