@@ -87,7 +87,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
           float scale) {
   SHARED_MEMORY(shared);
   __shared__ __align__(16) Gathered gathered;
-  __shared__ uint4 q_operands[D / 16][32];
+  __shared__ uint4 q_operands[TERMS * D / 32][32];
   __shared__ Weighed told[TEAMS][2];
   __shared__ __align__(16) NewToken new_token;
   __shared__ Inbox inbox;
@@ -113,7 +113,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   }
   // A warp's place of stage s is the (s WARPS + warp)-th.
   const SharedAt shared_at = shared, places_at = shared + warp * PLACE_BYTES;
-  const LaneShare lane_share(pages);
+  const LaneShare lane_share(pages, places_at);
   // This warp's next chunk begins at `first`, the one after it STRIDE further on.
   constexpr int STRIDE = WARPS * CHUNK;
   int first = begin + warp * CHUNK;
@@ -128,7 +128,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     return found;
   };
   auto fetch = [&](int at, int chunk, int page) {
-    if (chunk < older) fetch_chunk(lane_share, pages, places_at + at, chunk, older, page);
+    if (chunk < older) fetch_chunk(lane_share, pages, places_at, at, chunk, older, page);
     async_commit();
   };
   int page[STAGES];
@@ -176,50 +176,79 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   __syncthreads();
   STAMP(4);
 #pragma unroll 1
-  for (int step = warp; step < D / 16; step += WARPS)
-    q_operands[step][lane] = query_operand(step, gathered.q);
+  for (int i = warp; i < TERMS * D / 32; i += WARPS)
+    q_operands[i][lane] = query_operand(i / (D / 32), i % (D / 32), gathered.q);
   if (tid == 0) inbox.open();
   __syncthreads();
   cluster_announce();  // from here on its blocks may write to `received`
 
   int team = warp / TEAM, member = warp % TEAM;
   int team_first = begin + team * TEAM * CHUNK;  // where the first of the team's next chunks begins
-  float mixed[2][4] = {};  // relative to 2^reached, of its heads
-  float reached = -INFINITE, level = -INFINITE;  // of head g, of the team and of this warp
-  float weight = 0.f;                            // this lane's share, relative to 2^level
+  float mixed[2][4] = {};     // relative to 2^reached, of its heads
+  float reached = -INFINITE;  // of head g
+  float level[EACH_HEADS], weight[EACH_HEADS];  // of heads t and t + 4: this warp's, and this lane's share, relative to it
+#pragma unroll
+  for (int k = 0; k < EACH_HEADS; k++) level[k] = -INFINITE, weight[k] = 0.f;
   constexpr int STAGE = WARPS * PLACE_BYTES, TURN = sizeof(Weighed);
   const LaneRows rows(places_at);
   const LaneValues lane_values(shared_at + team * TEAM * PLACE_BYTES, member);
   const SharedAt q_at = q_operands[0] + lane, told_at = told[team];
-  const SharedAt tell_at = &told[team][0].weights[member][0][lane];
+  const SharedAt tell_at = reinterpret_cast<u32*>(&told[team][0].weights[member][0][t * 4 + g % 4]) + g / 4;
   const SharedAt read_at = &told[team][0].weights[0][V_SCALED ? member : 0][lane];
-  // This warp's weights for its chunk that begins at `chunk`, in its place `at`.
+  float p[EACH_HEADS][2], w[EACH_HEADS][2];  // of the chunk whose weights are told: scores, divided by K_UNDO, and weights
+  // Tells the weights of p as far as levels are now. at: the chunk's place. Whether a level must be raised.
+  auto tell = [&](int at, int turn) {
+    float highest = -INFINITE;
+#pragma unroll
+    for (int k = 0; k < EACH_HEADS; k++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float exponent = p[k][i] * K_UNDO + (LIFT - level[k]);
+        highest = fmaxf(highest, exponent), w[k][i] = power_of_two(exponent);
+      }
+    tell_weights(tell_at + turn, rows, at, w);
+    return highest > LIFT + SLACK;
+  };
+  // This warp's weights for its chunk that begins at `chunk`, in its place `at`; to be settled.
   auto weigh = [&](int chunk, int at, int turn) {
-    float p[4];
     scores(p, rows, at, q_at);
     if (chunk + CHUNK > end)
 #pragma unroll
-      for (int k = 0; k < 4; k++)
-        if (chunk + k / 2 * 8 + 2 * t + k % 2 >= end) p[k] = -INFINITE;
-    float best = fmaxf(fmaxf(p[0], p[1]), fmaxf(p[2], p[3]));
-    best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, 1));
-    best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, 2));
-    best = V_SCALED ? best * K_UNDO : ceilf(best * K_UNDO);
-    float now = best > reached + SLACK ? best : reached;
-    weight *= power_of_two(level - now);
-    level = now;
+      for (int i = 0; i < 2; i++)
+        if (chunk + 2 * g + i >= end)
 #pragma unroll
-    for (int k = 0; k < 4; k++) p[k] = power_of_two(p[k] * K_UNDO - (level - LIFT)), weight += p[k];
-    tell_weights(in_shared<Weighed::Operand>(tell_at + turn), rows, at, p);
-    bool raised = __any_sync(ALL_LANES, level != reached);
+          for (int k = 0; k < EACH_HEADS; k++) p[k][i] = -INFINITE;
+    return tell(at, turn);
+  };
+  auto settle = [&](bool higher, int at, int turn) {
     Weighed& to = *in_shared<Weighed>(told_at + turn);
-    if (t == 0) to.level[member][g] = level;
+    bool raised = __any_sync(ALL_LANES, higher);
+    if (raised) {
+#pragma unroll
+      for (int k = 0; k < EACH_HEADS; k++) {
+        float best = fmaxf(p[k][0], p[k][1]);
+#pragma unroll
+        for (int o = 4; o < 32; o *= 2) best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, o));
+        best = V_SCALED ? best * K_UNDO : ceilf(best * K_UNDO);
+        float now = best > level[k] + SLACK ? best : level[k];
+        weight[k] *= power_of_two(level[k] - now), level[k] = now;
+        if (g == 0) to.level[member][t + 4 * k] = now;
+      }
+      tell(at, turn);
+    }
+#pragma unroll
+    for (int k = 0; k < EACH_HEADS; k++) weight[k] += w[k][0] + w[k][1];
     if (lane == 0) to.raised.of[member] = raised;
   };
   auto tell_total = [&](int turn) {
-    float all = weight + __shfl_xor_sync(ALL_LANES, weight, 1);
-    all += __shfl_xor_sync(ALL_LANES, all, 2);
-    if (t == 0) in_shared<Weighed>(told_at + turn)->total[member][g] = all;
+    Weighed& to = *in_shared<Weighed>(told_at + turn);
+#pragma unroll
+    for (int k = 0; k < EACH_HEADS; k++) {
+      float all = weight[k];
+#pragma unroll
+      for (int o = 4; o < 32; o *= 2) all += __shfl_xor_sync(ALL_LANES, all, o);
+      if (g == 0) to.total[member][t + 4 * k] = all, to.level[member][t + 4 * k] = level[k];
+    }
   };
   // The next chunk has come: what it needs besides.
   auto complete_chunk = [&](int chunk, int at) {
@@ -233,9 +262,8 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   auto weigh_nothing = [&](int turn) {
     Weighed& to = *in_shared<Weighed>(told_at + turn);
 #pragma unroll
-    for (int i = 0; i < (V_SCALED ? GROUPS : 1); i++) to.weights[member][i][lane] = Weighed::Operand();
-    if (t == 0) to.level[member][g] = level;
-    if (lane == 0) to.raised.of[member] = 1;
+    for (int i = 0; i < Weighed::PARTS; i++) to.weights[member][i][lane] = make_uint2(0, 0);
+    if (lane == 0) to.raised.of[member] = 0;
   };
   bool busy = team_first < end;
   if (busy) {
@@ -243,7 +271,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     __syncwarp();
     complete_chunk(first, 0);
     if (first < end)
-      weigh(first, 0, 0);
+      settle(weigh(first, 0, 0), 0, 0);
     else
       weigh_nothing(0);
     if (team_first + STRIDE >= end) tell_total(0);
@@ -254,10 +282,9 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     int now = turn, following = at == (STAGES - 1) * STAGE ? 0 : at + STAGE;
     turn = TURN - turn;
     sync_team(team, 32 * TEAM);
-    Weighed::Operand weights[TEAM];
+    Weights weights[TEAM];
 #pragma unroll
-    for (int c = 0; c < TEAM; c++)
-      weights[c] = in_shared<Weighed::Operand>(read_at + now)[c * (V_SCALED ? GROUPS : 1) * 32];
+    for (int c = 0; c < TEAM; c++) weights[c].take(read_at + (now + c * static_cast<int>(sizeof told[0][0].weights[0])));
     const Weighed& told_now = *in_shared<Weighed>(told_at + now);
     Weighed::Raised raised_now = told_now.raised;
     fetch(at ? at - STAGE : (STAGES - 1) * STAGE, first + (STAGES - 1) * STRIDE, page_ahead);
@@ -268,14 +295,23 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     if (raised) {
       float levels[TEAM], top = reached;
 #pragma unroll
-      for (int c = 0; c < TEAM; c++) levels[c] = told_now.level[c][g], top = fmaxf(top, levels[c]);
+      for (int c = 0; c < TEAM; c++)
+        levels[c] = raised_now.of[c] ? told_now.level[c][g] : reached, top = fmaxf(top, levels[c]);
       float shrink = power_of_two(reached - top);
       float even = __shfl_sync(ALL_LANES, shrink, t * 8), odd = __shfl_sync(ALL_LANES, shrink, t * 8 + 4);
 #pragma unroll
       for (int i = 0; i < 2; i++) mixed[i][0] *= even, mixed[i][1] *= odd, mixed[i][2] *= even, mixed[i][3] *= odd;
 #pragma unroll
-      for (int c = 0; c < TEAM; c++) scale_weights(weights[c], power_of_two(levels[c] - top));
+      for (int c = 0; c < TEAM; c++) weights[c].multiply(power_of_two(levels[c] - top));
       reached = top;
+#pragma unroll
+      for (int k = 0; k < EACH_HEADS; k++) {
+        top = level[k];
+#pragma unroll
+        for (int c = 0; c < TEAM; c++)
+          if (raised_now.of[c]) top = fmaxf(top, told_now.level[c][t + 4 * k]);
+        weight[k] *= power_of_two(level[k] - top), level[k] = top;
+      }
     }
     bool more = team_first + STRIDE < end;
     if (more) {
@@ -285,8 +321,9 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     }
     const Values values(lane_values, at);
     if (first < end) {  // in one piece, so that they are done together
-      weigh(first, following, turn);
+      bool higher = weigh(first, following, turn);
       mix(mixed, values, weights);
+      settle(higher, following, turn);
     } else {
       if (more) weigh_nothing(turn);
       mix(mixed, values, weights);

@@ -6,7 +6,7 @@
 #pragma once
 #include "attention_chunk.cuh"
 
-constexpr int RATIO = HEADS / KV_HEADS, THREADS = 32 * WARPS, TEAMS = WARPS / TEAM;
+constexpr int THREADS = 32 * WARPS, TEAMS = WARPS / TEAM;
 
 // A block of a cluster combines QUADS fours of outputs, of HEADS_HERE heads or fewer, from all its teams.
 constexpr int WRITERS = CLUSTER * TEAMS, QUADS = RATIO * D / 4 / CLUSTER, OUTPUTS = 4 * QUADS;

@@ -186,6 +186,12 @@ struct SharedAt {
     moved.address += bytes;
     return moved;
   }
+  // Where the bits of `bytes` are, below 128, the other way round: of a place in a line of 128 bytes.
+  __device__ __forceinline__ SharedAt turned(int bytes) const {
+    SharedAt moved = *this;
+    moved.address ^= bytes;
+    return moved;
+  }
 };
 template <class T>
 __device__ __forceinline__ T* in_shared(SharedAt at) {
@@ -196,6 +202,10 @@ template <class T>
 __device__ __forceinline__ T* kept(T* p) {
   asm volatile("" : "+l"(p));
   return p;
+}
+__device__ __forceinline__ SharedAt kept(SharedAt at) {
+  asm volatile("" : "+r"(at.address));
+  return at;
 }
 // 16 bytes (or 8, or 4) into shared memory in the background; groups of copies end in order.
 // async_wait<N>: until at most N of this thread's groups are on their way.
@@ -427,6 +437,9 @@ struct SharedAt {
   SharedAt() = default;
   SharedAt(const void* p) : address(static_cast<u8*>(const_cast<void*>(p))) {}
   SharedAt operator+(int bytes) const { return address + bytes; }
+  SharedAt turned(int bytes) const {
+    return reinterpret_cast<u8*>(reinterpret_cast<size_t>(address) ^ static_cast<size_t>(bytes));
+  }
 };
 template <class T>
 inline T* in_shared(SharedAt at) {
@@ -436,6 +449,7 @@ template <class T>
 inline T* kept(T* p) {
   return p;
 }
+inline SharedAt kept(SharedAt at) { return at; }
 template <int BYTES>
 inline void async_copy(SharedAt to, const void* from) {
   cpu::async_copy(to.address, from, BYTES);

@@ -92,6 +92,15 @@ cpu_switch:
 namespace cpu {
 
 constexpr size_t STACK_BYTES = 128 << 10, GUARD = 4;  // GUARD: uint4 behind dynamic shared memory
+template <class T>
+struct InLines {  // an allocator: memory begins at a line of 128 bytes, as SHARED_MEMORY says
+  using value_type = T;
+  static constexpr std::align_val_t LINE{128};
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), LINE)); }
+  void deallocate(T* p, size_t) { ::operator delete(p, LINE); }
+  bool operator==(const InLines&) const { return true; }
+  bool operator!=(const InLines&) const { return false; }
+};
 constexpr unsigned char POISON = 0xFF;
 constexpr int BARRIERS = 16;  // of a block
 
@@ -137,7 +146,7 @@ struct Block {
   dim3 grid, size;
   uint3 index{};
   std::vector<Fiber> fibers;
-  std::vector<uint4> smem;  // dynamic shared memory
+  std::vector<uint4, InLines<uint4>> smem;  // dynamic shared memory
   std::vector<unsigned char> statics;  // static shared memory while another block of the cluster runs
   std::vector<BulkCopy> copies;  // on their way
   unsigned seed = 0;

@@ -44,7 +44,7 @@ SPECIALISATIONS = (
     Heads(8, 2, 64, 16, "fp4", "fp4"),
     Heads(2, 2, 128, 32, "fp4", "bf16"),
     Heads(7, 1, 64, 8, "bf16", "fp4"),
-    Heads(4, 1, 128, 64, "fp4", "fp4"),
+    Heads(8, 1, 128, 64, "fp4", "fp4"),
 )
 LENGTHS = [  # blocks a cluster, splits, length of each sequence with its new token
     (1, 1, (1, 65)),  # no combining
