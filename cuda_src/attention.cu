@@ -32,10 +32,10 @@
 // multiple of 16), FUSED (1, or 0: the new tokens are in their pages), SCATTERED (1, or 0: not all blocks of
 // the grid run at once).
 // Alignment: 16 bytes everywhere.
-// Numerics: tensor-core products of exact codes with q split in a 16-bit head and rest; weights split
-// likewise over bf16 values, times scales in fp16 over fp4 values; float32 sums, key scales applied in
-// float32; chunks of a team in order, then the teams of a cluster, helpers' shares in order and then by a
-// butterfly, then clusters.
+// Numerics: tensor-core products of exact codes with q split in a 16-bit head and rest, or, of more than
+// four heads over fp4 keys, in fp16; weights split likewise over bf16 values, times scales in fp16 over
+// fp4 values; float32 sums, key scales applied in float32; chunks of a team in order, then the teams of a
+// cluster, helpers' shares in order and then by a butterfly, then clusters.
 // Limit: values in fp4 pages below 49,000 (their scale times 8 must fit fp16).
 #include "new_token.cuh"
 
@@ -87,7 +87,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
           float scale) {
   SHARED_MEMORY(shared);
   __shared__ __align__(16) Gathered gathered;
-  __shared__ uint4 q_operands[TERMS * D / 32][32];
+  __shared__ uint4 q_operands[Query::OPERANDS][32];
   __shared__ Weighed told[TEAMS][2];
   __shared__ __align__(16) NewToken new_token;
   __shared__ Inbox inbox;
@@ -176,7 +176,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   __syncthreads();
   STAMP(4);
 #pragma unroll 1
-  for (int i = warp; i < TERMS * D / 32; i += WARPS)
+  for (int i = warp; i < Query::OPERANDS; i += WARPS)
     q_operands[i][lane] = query_operand(i / (D / 32), i % (D / 32), gathered.q);
   if (tid == 0) inbox.open();
   __syncthreads();
@@ -186,16 +186,19 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   int team_first = begin + team * TEAM * CHUNK;  // where the first of the team's next chunks begins
   float mixed[2][4] = {};     // relative to 2^reached, of its heads
   float reached = -INFINITE;  // of head g
-  float level[EACH_HEADS], weight[EACH_HEADS];  // of heads t and t + 4: this warp's, and this lane's share, relative to it
+  // Of heads t and t + 4: this warp's level, and this lane's share of the weights relative to it.
+  float level[EACH_HEADS], weight[EACH_HEADS];
 #pragma unroll
   for (int k = 0; k < EACH_HEADS; k++) level[k] = -INFINITE, weight[k] = 0.f;
-  constexpr int STAGE = WARPS * PLACE_BYTES, TURN = sizeof(Weighed);
+  constexpr int STAGE = WARPS * PLACE_BYTES, TURN = sizeof(Weighed), MEMBER = sizeof(told[0][0].weights[0]);
   const LaneRows rows(places_at);
   const LaneValues lane_values(shared_at + team * TEAM * PLACE_BYTES, member);
-  const SharedAt q_at = q_operands[0] + lane, told_at = told[team];
+  const Query query(q_operands);
+  const SharedAt told_at = told[team];
   const SharedAt tell_at = reinterpret_cast<u32*>(&told[team][0].weights[member][0][t * 4 + g % 4]) + g / 4;
   const SharedAt read_at = &told[team][0].weights[0][V_SCALED ? member : 0][lane];
-  float p[EACH_HEADS][2], w[EACH_HEADS][2];  // of the chunk whose weights are told: scores, divided by K_UNDO, and weights
+  // Of the chunk whose weights are told: scores, divided by K_UNDO, and weights.
+  float p[EACH_HEADS][2], w[EACH_HEADS][2];
   // Tells the weights of p as far as levels are now. at: the chunk's place. Whether a level must be raised.
   auto tell = [&](int at, int turn) {
     float highest = -INFINITE;
@@ -211,7 +214,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   };
   // This warp's weights for its chunk that begins at `chunk`, in its place `at`; to be settled.
   auto weigh = [&](int chunk, int at, int turn) {
-    scores(p, rows, at, q_at);
+    scores(p, rows, at, query);
     if (chunk + CHUNK > end)
 #pragma unroll
       for (int i = 0; i < 2; i++)
@@ -284,7 +287,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     sync_team(team, 32 * TEAM);
     Weights weights[TEAM];
 #pragma unroll
-    for (int c = 0; c < TEAM; c++) weights[c].take(read_at + (now + c * static_cast<int>(sizeof told[0][0].weights[0])));
+    for (int c = 0; c < TEAM; c++) weights[c].take(read_at + (now + c * MEMBER));
     const Weighed& told_now = *in_shared<Weighed>(told_at + now);
     Weighed::Raised raised_now = told_now.raised;
     fetch(at ? at - STAGE : (STAGES - 1) * STAGE, first + (STAGES - 1) * STRIDE, page_ahead);

@@ -170,6 +170,21 @@ __device__ __forceinline__ uint4 query_operand(int term, int part, const float (
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+// A lane's operands: in registers where these are 16 at most, or else read as they are used.
+struct Query {
+  static constexpr int OPERANDS = TERMS * D / 32;
+  static constexpr bool HELD = OPERANDS <= 4;
+  uint4 held[HELD ? OPERANDS : 1];
+  SharedAt at;
+  __device__ __forceinline__ explicit Query(const uint4 (*operands)[32]) : at(operands[0] + (threadIdx.x & 31)) {
+#pragma unroll
+    for (int i = 0; HELD && i < OPERANDS; i++) held[i] = in_shared<uint4>(at)[i * 32];
+  }
+  __device__ __forceinline__ uint4 operator[](int i) const {
+    return HELD ? held[i] : in_shared<uint4>(at)[i * 32];
+  }
+};
+
 // The scales of tokens 2 g and 2 g + 1, two fp16 a word.
 struct Scales {
   u32 of[2][GROUPS / 2];
@@ -207,9 +222,9 @@ struct LaneRows {
 };
 
 // p: scores, divided by K_UNDO, of heads t and t + 4 with tokens 2 g and 2 g + 1 of the place that is `at`
-// bytes on. q: this lane's operands, every 512 bytes.
-__device__ __forceinline__ void scores(float (&p)[EACH_HEADS][2], const LaneRows& rows, int at, SharedAt q) {
-  const uint4* operands = in_shared<uint4>(q);
+// bytes on.
+__device__ __forceinline__ void scores(float (&p)[EACH_HEADS][2], const LaneRows& rows, int at,
+                                       const Query& q) {
   float sums[4] = {};  // of columns 2 t and 2 t + 1 with token 2 g, then with the next
   if constexpr (K_SCALED) {
     u32 words[2][4];
@@ -220,7 +235,7 @@ __device__ __forceinline__ void scores(float (&p)[EACH_HEADS][2], const LaneRows
     for (int i = 0; i < GROUPS; i++) {
       u32 even[4], odd[4];
       fp4_pairs(words[0][i], even), fp4_pairs(words[1][i], odd);
-      uint4 b = operands[i * 32];
+      uint4 b = q[i];
       float d[4] = {};
       mma<K_FORMAT>(d, make_uint4(even[0], odd[0], even[1], odd[1]), b.x, b.y);
       mma<K_FORMAT>(d, make_uint4(even[2], odd[2], even[3], odd[3]), b.z, b.w);
@@ -235,7 +250,7 @@ __device__ __forceinline__ void scores(float (&p)[EACH_HEADS][2], const LaneRows
       load_matrices(odd, rows.k[1][i % LaneRows::TURNS] + (at + i / 2 * 128));
 #pragma unroll
       for (int term = 0; term < TERMS; term++) {
-        uint4 b = operands[(term * (D / 32) + i) * 32];
+        uint4 b = q[term * (D / 32) + i];
         mma<K_FORMAT>(sums, make_uint4(even[0], odd[0], even[1], odd[1]), b.x, b.y);
         mma<K_FORMAT>(sums, make_uint4(even[2], odd[2], even[3], odd[3]), b.z, b.w);
       }

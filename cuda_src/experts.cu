@@ -2,6 +2,8 @@
 //          rsqrt(mean(x^2) + eps) * W_gate_up[id_k] (x[token] norm)
 // down:    residual[token][row] += sum_k sum_i W_down[id_k][row][i] hidden[token][k][i]
 // experts: both, of one token
+// experts_qkv: both, and then what the next layer's attention needs of the residual, as qkv.cu has it:
+//          projected[row] = rsqrt(mean(residual^2) + eps) * W_qkv[row] (residual qkv_norm) + bias[row]
 // (id_k, weight_k) is the k-th choice of route.cuh from the token's router logits.
 //
 // Of several tokens, grouped by expert (npmoe/ops/route.py, npmoe/ops/group.py), so that an expert's
@@ -12,8 +14,8 @@
 //
 //   hidden   float32 [tokens][TOP_K][WIDTH]         out of gate_up and grouped_gate_up, in of down and
 //            grouped_down
-//   handed_over float32 [TOP_K WIDTH + 1]           scratch of experts: hidden and a counter, all
-//            words EMPTY before the launch
+//   handed_over float32 [TOP_K WIDTH + HIDDEN]      scratch of experts and experts_qkv: hidden and the new
+//            residual; all words EMPTY before the launch
 //   residual float32 [tokens][HIDDEN]               in of both gate_ups (x), in and out of down and
 //            combine
 //   gate_up  u8 records [EXPERTS][2 WIDTH / 16][HIDDEN / 128]   in: "fragments", see weight_formats.cuh;
@@ -27,16 +29,17 @@
 //   expert_counts int32 [EXPERTS], expert_offsets int32 [EXPERTS + 1], sorted_pair_ids int32
 //            [TOKENS TOP_K]                         in: see npmoe/ops/group.py
 // Grid: (any, tokens) blocks of BLOCK_THREADS threads; block (b, token) takes
-// of its token the tiles that own_tile in gemv.cuh says. Of experts all blocks must run at once: at most
-// one a multiprocessor, for one token. Of grouped_gate_up and grouped_down any, of which BLOCKS_EACH fit a
-// multiprocessor: a block of grouped_gate_up takes tiles as one of gate_up, of all chosen experts; one of
-// grouped_down takes neighbours, so that it meets few experts. Of combine (any, TOKENS) blocks of
-// COMBINE_THREADS threads, each of 4 rows.
+// of its token the tiles that own_tile in gemv.cuh says. Of experts and experts_qkv all blocks must
+// run at once: at most one a multiprocessor, for one token. Of grouped_gate_up and grouped_down any, of
+// which BLOCKS_EACH fit a multiprocessor: a block of grouped_gate_up takes tiles as one of gate_up, of all
+// chosen experts; one of grouped_down takes neighbours, so that it meets few experts. Of combine
+// (any, TOKENS) blocks of COMBINE_THREADS threads, each of 4 rows.
 // Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K (1..32, at most EXPERTS),
 // RENORMALIZE (0 or 1), those of gemv.cuh; of experts they are gate_up's, and DOWN_PARTS, DOWN_BATCH,
-// DOWN_PAIRED, DOWN_ROLLING and DOWN_BUFFERS down's. With TOKENS (2..8) the file has the grouped kernels
-// instead, without RENORMALIZE and with COLUMNS (1..TOKENS, which it is by default), the pairs that one
-// reading of an expert's weights serves in grouped_down, and BLOCKS_EACH (1 by default).
+// DOWN_PAIRED, DOWN_ROLLING and DOWN_BUFFERS down's; with QKV_PARTS and so on the file has experts_qkv in
+// place of experts. With TOKENS (2..8) it has the grouped kernels instead, without RENORMALIZE and with
+// COLUMNS (1..TOKENS, which it is by default), the pairs that one reading of an expert's weights serves in
+// grouped_down, and BLOCKS_EACH (1 by default).
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sums, the combine
 // weight to hidden, so that `down` sums over experts as over columns. In the grouped kernels a token's
@@ -148,14 +151,21 @@ CPU_KERNEL(down)
 #if !BULK || RESIDENT
 #error "experts needs BULK and a ring that goes round"
 #endif
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
-experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, const u8* __restrict__ w_down,
-        const float* router_logits, const float* __restrict__ norm, float eps) {
-  using Up = Pass<HIDDEN / SLICE / PARTS, PARTS, 1, true>;
-  using Down = Pass<WIDTH / SLICE / DOWN_PARTS, TOP_K * DOWN_PARTS, 1, false, DOWN_BATCH,
-                    DOWN_PAIRED ? 2 : 1, DOWN_ROLLING, DOWN_BUFFERS>;
-  constexpr int PLACE = Up::CHUNK_BYTES > Down::CHUNK_BYTES ? Up::CHUNK_BYTES : Down::CHUNK_BYTES;
-  SHARED_MEMORY(shared);
+// What follows the experts in their kernel: of the next layer.
+struct Following {
+  float* projected;
+  const u8* w;
+  const float *bias, *norm;
+  int rows;
+};
+// Up, Down, Qkv: each a Pass; Qkv is NoPass where nothing follows.
+template <class Up, class Down, class Qkv>
+__device__ __forceinline__ void run_experts(unsigned char* shared, float* residual, float* handed_over,
+                                            const u8* w_gate_up, const u8* w_down, const float* router_logits,
+                                            const float* norm, float eps, const Following& qkv) {
+  constexpr bool FOLLOWED = Qkv::CHUNKS > 0;
+  constexpr int UP_OR_DOWN = Up::CHUNK_BYTES > Down::CHUNK_BYTES ? Up::CHUNK_BYTES : Down::CHUNK_BYTES;
+  constexpr int PLACE = Qkv::CHUNK_BYTES > UP_OR_DOWN ? Qkv::CHUNK_BYTES : UP_OR_DOWN;
   __shared__ Choice<TOP_K> chosen;
   STAMP(0);
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -167,9 +177,11 @@ experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, c
   STAMP(1);
   grid_wait();
   STAMP(3);
-  int up_tiles = own_tiles(TOP_K * EXPERT_TILES), down_tiles = own_tiles<Down::SIDE_BY_SIDE>(ROW_TILES);
-  int up_chunks = up_tiles * Up::CHUNKS, chunks = up_chunks + down_tiles * Down::CHUNKS;
-  int wanted = min(STAGES, up_chunks);  // at first, by the warps that multiply
+  // Computed anew for every pass: there are no registers in which to keep them meanwhile.
+  auto down_tiles = [&] { return own_tiles<Down::SIDE_BY_SIDE>(kept(ROW_TILES)); };
+  auto qkv_tiles = [&] { return FOLLOWED ? own_tiles<Qkv::SIDE_BY_SIDE>(kept(qkv.rows) / TILE) : 0; };
+  int up_tiles = own_tiles(TOP_K * EXPERT_TILES), down_from = up_tiles * Up::CHUNKS;
+  int wanted = min(STAGES, down_from);  // at first, by the warps that multiply
   auto up_chunk = [&](int j, int part) {
     return expert_chunk<Up, EXPERT_TILES>(w_gate_up, chosen.id, own_tile(j), part);
   };
@@ -178,14 +190,20 @@ experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, c
     auto down_chunk_at = [&](int j, int k) {
       return down_chunk<Down>(w_down, chosen, own_tile<Down::SIDE_BY_SIDE>(j), k);
     };
+    auto qkv_chunk = [&](int j, int part) {
+      return qkv.w + (static_cast<size_t>(own_tile<Qkv::SIDE_BY_SIDE>(j)) * Qkv::CHUNKS + part) * Qkv::CHUNK_BYTES;
+    };
+    int qkv_from = down_from + down_tiles() * Down::CHUNKS, chunks = qkv_from + qkv_tiles() * Qkv::CHUNKS;
     if (lane == 0)
 #pragma unroll 1
       for (int c = wanted; c < chunks; c++) {
         if (c >= STAGES) barrier_wait(ring.empty + c % STAGES, (c / STAGES - 1) & 1);
-        if (c < up_chunks)
+        if (c < down_from)
           fetch_chunk<Up, PLACE>(ring, c % STAGES, c, up_chunk);
-        else
-          fetch_chunk<Down, PLACE>(ring, c % STAGES, c - up_chunks, down_chunk_at);
+        else if (!FOLLOWED || c < qkv_from)
+          fetch_chunk<Down, PLACE>(ring, c % STAGES, c - down_from, down_chunk_at);
+        else if constexpr (FOLLOWED)
+          fetch_chunk<Qkv, PLACE>(ring, c % STAGES, c - qkv_from, qkv_chunk);
       }
     __syncwarp();
     launch_next();  // the next kernel asks for its weights only now
@@ -200,6 +218,7 @@ experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, c
   };
   auto nothing = [] {};
   auto no_chunk = [](int, int) -> const u8* { return nullptr; };  // they come through the ring
+  float* new_residual = handed_over + TOP_K * WIDTH;
   multiply_tiles<Up, PLACE>(
       work, ring, up_tiles, 1, Plain{residual, Up::ALL}, norm, nothing, ask, no_chunk,
       [&](int j, int row, int, float sum, float square, bool mine) {
@@ -210,18 +229,59 @@ experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, c
       });
   STAMP(4);
   sync_threads(THREADS);  // `work` is free again
-  u32* counter = reinterpret_cast<u32*>(handed_over + TOP_K * WIDTH);
-  if (threadIdx.x == 0) count_block(counter);
   float before = row_ahead<Down>(residual, ROW_TILES);
   multiply_tiles<Down, PLACE>(
-      work, ring, down_tiles, 1, HandedOver{handed_over, counter}, nullptr, nothing, nothing, no_chunk,
+      work, ring, down_tiles(), 1, HandedOver{handed_over}, nullptr, nothing, nothing, no_chunk,
       [&](int j, int row, int, float sum, float, bool mine) {
         int at = own_tile<Down::SIDE_BY_SIDE>(j) * TILE + row;
-        if (mine) residual[at] = (j < Down::TOGETHER ? before : residual[at]) + sum;
+        if (!mine) return;
+        float y = (j < Down::TOGETHER ? before : residual[at]) + sum;
+        residual[at] = y;
+        if (FOLLOWED) hand_over(new_residual + at, y);
       });
+  if constexpr (FOLLOWED) {
+    sync_threads(THREADS);
+    if (int own = qkv_tiles())
+      multiply_tiles<Qkv, PLACE>(
+          work, ring, own, 1, HandedOver{new_residual}, qkv.norm, nothing, nothing, no_chunk,
+          [&](int j, int r, int, float sum, float square, bool mine) {
+            int row = own_tile<Qkv::SIDE_BY_SIDE>(j) * TILE + r;
+            float y = sum * rsqrtf(square / HIDDEN + eps);
+            if (mine) qkv.projected[row] = qkv.bias ? y + qkv.bias[row] : y;
+          });
+  }
   STAMP(7);
 }
+
+using UpPass = Pass<HIDDEN / SLICE / PARTS, PARTS, 1, true>;
+using DownPass = Pass<WIDTH / SLICE / DOWN_PARTS, TOP_K * DOWN_PARTS, 1, false, DOWN_BATCH, DOWN_PAIRED ? 2 : 1,
+                      DOWN_ROLLING, DOWN_BUFFERS>;
+#ifndef QKV_PARTS
+struct NoPass {
+  static constexpr int CHUNKS = 0, CHUNK_BYTES = 0, SIDE_BY_SIDE = 1;
+};
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
+experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, const u8* __restrict__ w_down,
+        const float* router_logits, const float* __restrict__ norm, float eps) {
+  SHARED_MEMORY(shared);
+  run_experts<UpPass, DownPass, NoPass>(shared, residual, handed_over, w_gate_up, w_down, router_logits, norm,
+                                        eps, Following());
+}
 CPU_GRID_KERNEL(experts)
+#else
+using QkvPass = Pass<HIDDEN / SLICE / QKV_PARTS, QKV_PARTS, 1, true, QKV_BATCH, QKV_PAIRED ? 2 : 1, QKV_ROLLING,
+                     QKV_BUFFERS>;
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
+experts_qkv(float* residual, float* handed_over, const u8* __restrict__ w_gate_up,
+            const u8* __restrict__ w_down, const float* router_logits, const float* __restrict__ norm, float eps,
+            float* __restrict__ projected, const u8* __restrict__ w_qkv, const float* __restrict__ qkv_bias,
+            const float* __restrict__ qkv_norm, int qkv_rows) {
+  SHARED_MEMORY(shared);
+  run_experts<UpPass, DownPass, QkvPass>(shared, residual, handed_over, w_gate_up, w_down, router_logits, norm,
+                                         eps, Following{projected, w_qkv, qkv_bias, qkv_norm, qkv_rows});
+}
+CPU_GRID_KERNEL(experts_qkv)
+#endif
 #endif
 
 #else
@@ -349,6 +409,7 @@ CPU_KERNEL(grouped_gate_up)
 
 // What grouped_gate_up has written of some pairs.
 struct OfPairs {
+  static constexpr bool LATER = false;
   typedef float4 Loaded;
   const float* hidden;
   const int* pairs;

@@ -55,6 +55,10 @@ struct Pass {
   static constexpr int ALL = SLICES * CHUNKS, SETS = (MAX_TOKENS + 3) / 4;
   static constexpr int EACH = (ALL + WARPS - 1) / WARPS;  // slices of a warp
   static constexpr int AT_ONCE = WINDOW ? WINDOW : EACH < 6 ? EACH : 4;
+  // Whether a slice that a warp comes to, so many at a time, is one of ALL: the compiler sees where all are.
+  static __device__ __forceinline__ bool has(int slice, int at_a_time) {
+    return (MAX_TOKENS == 1 && ALL % WARPS == 0 && EACH % at_a_time == 0) || slice < ALL;
+  }
   static constexpr int SLICE_STEP = 2 * MAX_TOKENS * 16;  // of staged activations
   static constexpr int STAGED = (WINDOW ? WARPS * AT_ONCE : ALL) * SLICE_STEP;
   static constexpr int CHUNK_BYTES = SLICES * RECORD_BYTES;
@@ -81,6 +85,7 @@ struct Ring {};
 
 // Activations that the kernel before has written: 4 columns a lane of one slice.
 struct Plain {
+  static constexpr bool LATER = false;  // a pass after another
   typedef float4 Loaded;
   const float* x;
   int slices;
@@ -93,15 +98,15 @@ struct Plain {
 
 // Activations that blocks of this kernel hand over; one token.
 struct HandedOver {
+  static constexpr bool LATER = true;
   typedef uint4 Loaded;
   const float* x;
-  const u32* counter;
   __device__ __forceinline__ const float* at(int slice) const {
     return x + slice * SLICE + (threadIdx.x & 31) * 4;
   }
   __device__ __forceinline__ uint4 load(int, int slice) const { return look_at_four(at(slice)); }
   __device__ __forceinline__ float4 confirmed(const uint4& v, int, int slice) const {
-    return take_over_four(v, at(slice), counter, gridDim.x - gridDim.x / 8);
+    return take_over_four(v, at(slice));
   }
 };
 
@@ -127,7 +132,8 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
   // With few slices a warp's activations stay in registers.
   constexpr bool HOLD = !WINDOW && EACH * SETS <= (PRODUCERS ? 2 : 1) && (LEAST == MOST || EACH == 1);
   constexpr int HELD = HOLD ? EACH : 1;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  u32 thread = Source::LATER ? kept(threadIdx.x) : threadIdx.x;  // computes anew what takes registers to keep
+  int lane = thread & 31, warp = thread >> 5;
   // [slice][2 tokens][t][group]: 16 bytes, two steps of a group, of column 2 token + (0 head, 1
   // rest). Groups are turned so that lanes that read together are on different banks.
   uint4* staged = reinterpret_cast<uint4*>(work);
@@ -142,7 +148,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
 #pragma unroll
     for (int s = 0; s < AT_ONCE; s++) {
       int slice = warp + (n + s) * WARPS;
-      if (slice < ALL) {
+      if (P::has(slice, AT_ONCE)) {
         q[s] = source.load(token, slice);
         if (NORM) factor[s] = __ldg(reinterpret_cast<const float4*>(norm + slice * SLICE) + lane);
       }
@@ -159,7 +165,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
 #pragma unroll
     for (int s = 0; s < AT_ONCE; s++) {
       int slice = warp + (n + s) * WARPS;
-      if (slice < ALL) {
+      if (P::has(slice, AT_ONCE)) {
         float4 v = source.confirmed(q[s], token, slice);
         if (NORM) {
           square += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
@@ -217,7 +223,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
   Slice b[HELD] = {};
 #pragma unroll
   for (int e = 0; e < HELD; e++)
-    if (HOLD && warp + e * WARPS < ALL) take(b[e], warp + e * WARPS);
+    if (HOLD && P::has(warp + e * WARPS, 1)) take(b[e], warp + e * WARPS);
   auto keep = [&](const float4(&sums)[SETS], float* results, int batch) {
 #pragma unroll
     for (int set = 0; set < SETS; set++) {
@@ -244,7 +250,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
 #pragma unroll
       for (int e = 0; e < EACH; e++) {
         int u = warp + e * WARPS;
-        if (u < ALL) {
+        if (P::has(u, 1)) {
           if (!HOLD) take(b[0], u);
 #pragma unroll
           for (int i = 0; i < PAIR; i++)

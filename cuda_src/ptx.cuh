@@ -28,8 +28,7 @@ __device__ __forceinline__ void launch_next() {
 
 // Words that blocks hand to others which run already, of their launch or of the next: EMPTY until they
 // are written, as a float a NaN that no arithmetic makes. Where blocks of one launch wait for each
-// other, all must run at once. Looking at many words again and again takes the bandwidth of L2 from
-// others: a counter, EMPTY too at first, tells when it is worth while.
+// other, all must run at once, and each looks at the words themselves: one word that all look at is slower.
 constexpr u32 EMPTY = 0xffffffffu;
 __device__ __forceinline__ void hand_over(u32* to, u32 word) {
 #ifdef CUDA_CPU
@@ -89,11 +88,6 @@ __device__ __forceinline__ u32 take_over(const u32* from) {
   while ((word = look(from)) == EMPTY) let_others_run();
   return word;
 }
-// This block has handed over all that it has: a hint, which may be seen before the words are.
-__device__ __forceinline__ void count_block(u32* counter) { atomicAdd(counter, 1u); }
-__device__ __forceinline__ void await_blocks(const u32* counter, u32 count) {
-  while (look(counter) - EMPTY < count) let_others_run();
-}
 __device__ __forceinline__ float4 four_floats(const uint4& v) {
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
 }
@@ -101,13 +95,6 @@ __device__ __forceinline__ float4 four_floats(const uint4& v) {
 __device__ __forceinline__ float4 take_over_four(uint4 seen, const void* from) {
   for (; !complete(seen); seen = look_at_four(from)) let_others_run();
   return four_floats(seen);
-}
-// The same, which is soon after `count` blocks were counted.
-__device__ __forceinline__ float4 take_over_four(const uint4& seen, const void* from, const u32* counter,
-                                                 u32 count) {
-  if (complete(seen)) return four_floats(seen);
-  await_blocks(counter, count);
-  return take_over_four(look_at_four(from), from);
 }
 __device__ __forceinline__ void empty_four(float4* at) {
   *reinterpret_cast<uint4*>(at) = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
@@ -197,7 +184,7 @@ template <class T>
 __device__ __forceinline__ T* in_shared(SharedAt at) {
   return static_cast<T*>(__cvta_shared_to_generic(at.address));
 }
-// A pointer hidden likewise, which stays in registers.
+// A pointer, a place or a number hidden likewise, which stays in registers.
 template <class T>
 __device__ __forceinline__ T* kept(T* p) {
   asm volatile("" : "+l"(p));
@@ -206,6 +193,10 @@ __device__ __forceinline__ T* kept(T* p) {
 __device__ __forceinline__ SharedAt kept(SharedAt at) {
   asm volatile("" : "+r"(at.address));
   return at;
+}
+__device__ __forceinline__ int kept(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
 }
 // 16 bytes (or 8, or 4) into shared memory in the background; groups of copies end in order.
 // async_wait<N>: until at most N of this thread's groups are on their way.
@@ -450,6 +441,7 @@ inline T* kept(T* p) {
   return p;
 }
 inline SharedAt kept(SharedAt at) { return at; }
+inline int kept(int v) { return v; }
 template <int BYTES>
 inline void async_copy(SharedAt to, const void* from) {
   cpu::async_copy(to.address, from, BYTES);

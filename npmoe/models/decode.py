@@ -1,9 +1,9 @@
 """The decode step on the GPU: one token each of up to 8 sequences, as launches for a graph.
 
 Six kernels a layer: qkv, attention (with q/k norm, rotary and the KV write), output, route,
-gate_up, down; large experts of several sequences are grouped instead (npmoe/models/grouped.py).
-Then lm_head with the greedy choice, or sample after it. `embed` of the next step reads the token on
-the device.
+gate_up, down. Large experts of one sequence run in one kernel, which goes on with the next layer's
+qkv; of several sequences they are grouped instead (npmoe/models/grouped.py). Then lm_head with the
+greedy choice, or sample after it. `embed` of the next step reads the token on the device.
 """
 
 from copy import copy
@@ -37,13 +37,15 @@ class Tuning:
     """Launch shapes that change results by rounding only. splits: parts of the context that an
     attention head is spread over, rounded down to whole clusters; None fills the GPU. blocks:
     thread blocks of a weight kernel, at most one a multiprocessor, which is what None takes.
-    one_kernel: a single token's experts run in one kernel where that exists. grouped: experts of
+    one_kernel: a single token's experts run in one kernel where that exists. followed: that kernel
+    runs the next layer's qkv too, where formats agree. grouped: experts of
     several tokens are read once, whoever chose them; None leaves it to their size. pairs_at_once:
     of the tokens that chose an expert, those for which its down projection is then read once."""
 
     splits: int | None = None
     blocks: int | None = None
     one_kernel: bool = True
+    followed: bool = True
     grouped: bool | None = None
     pairs_at_once: int = 8
 
@@ -100,8 +102,9 @@ class DecodeStep:
             self.grouped = GroupedExperts(*sizes, *limits)
         pairs = 0 if self.grouped else seqs * top_k
         self.hidden = xp.zeros((pairs, width), xp.float32)
-        # What blocks tell others that run already: ids, or, of one token, hidden and a counter.
-        self.handed_over = xp.zeros(pairs if seqs > 1 else pairs * width + 1, xp.uint32)
+        # What blocks tell others that run already: ids, or, of one token, hidden and the residual.
+        words = pairs if seqs > 1 else pairs * width + spec.hidden_size
+        self.handed_over = xp.zeros(words, xp.uint32)
         self.logits = xp.zeros((seqs, spec.vocab_size), xp.float32)
         self.best = xp.zeros(seqs, xp.uint64)
         self.tokens, self.steps = xp.zeros(seqs, xp.int32), xp.zeros(seqs, xp.uint32)
@@ -199,32 +202,17 @@ class DecodeStep:
             self.sampler.enqueue(self.best, self.logits, self.seq_lens)
 
     def _layer(self, i: int) -> None:
-        w: dict[str, Any] = {n: self.weights.get(f"layers.{i}.{n}") for n in _LAYER_WEIGHTS}
-        eps, seqs, blocks = self.spec.eps, self.num_seqs, self.blocks
-        qkv, o = w["qkv_proj"], w["o_proj"]
+        w, seqs, o = self._weights(i), self.num_seqs, self._weights(i)["o_proj"]
         mlp = self.spec.layers[i].mlp
         assert isinstance(mlp, ExpertSpec)
-        together = self._expert_stream(w, mlp)
-        function, threads, shared = self._gemv("qkv", qkv, together)
-        launch(
-            function,
-            (blocks,),
-            threads,
-            self.projected,
-            qkv.codes,
-            w["qkv_bias"],
-            self.x,
-            w["input_layernorm"],
-            qkv.shape[0],
-            seqs,
-            eps,
-            shared=shared,
-        )
+        before = self._expert_stream(i - 1) if i else None
+        if before is None or before.qkv is None:
+            self._qkv(w, before)
         self._attention(i, w)
         function, threads, shared = self._gemv("output", o)
         launch(
             function,
-            (blocks,),
+            (self.blocks,),
             threads,
             self.x,
             self.handed_over,
@@ -240,13 +228,36 @@ class DecodeStep:
         if self.grouped is not None:
             norm = w["post_attention_layernorm"]
             weights = w["gate_up_proj"], w["down_proj"]
-            self.grouped.enqueue(self.x, self.router_logits, norm, eps, *weights)
+            self.grouped.enqueue(self.x, self.router_logits, norm, self.spec.eps, *weights)
             return
-        macros = self._expert_macros(w, mlp)
+        macros, together = self._expert_macros(w, mlp), self._expert_stream(i)
         if together is None:
             self._experts(w, mlp, macros)
         else:
-            self._experts_in_one(w, macros, together)
+            self._experts_in_one(i, macros, together)
+
+    def _weights(self, i: int) -> dict[str, Any]:
+        """Of layer i by name; None for what it has not."""
+        return {n: self.weights.get(f"layers.{i}.{n}") for n in _LAYER_WEIGHTS}
+
+    def _qkv(self, w: dict[str, Any], before: ExpertStream | None) -> None:
+        """before: the kernel that runs before it, if that is one for the experts."""
+        qkv = w["qkv_proj"]
+        function, threads, shared = self._gemv("qkv", qkv, before)
+        launch(
+            function,
+            (self.blocks,),
+            threads,
+            self.projected,
+            qkv.codes,
+            w["qkv_bias"],
+            self.x,
+            w["input_layernorm"],
+            qkv.shape[0],
+            self.num_seqs,
+            self.spec.eps,
+            shared=shared,
+        )
 
     def _route(self, w: dict[str, Any], mlp: ExpertSpec) -> None:
         experts, warps = mlp.router.num_experts, 4 if self.spec.hidden_size < WIDE else 8
@@ -306,8 +317,10 @@ class DecodeStep:
         blocks = self.splits * a.num_kv_heads * self.num_seqs
         return self.cluster == LONG_CLUSTER and blocks <= self.blocks * self._split.beside
 
-    def _expert_stream(self, w: dict[str, Any], mlp: ExpertSpec) -> ExpertStream | None:
-        """How one kernel runs the experts, or None where two do."""
+    def _expert_stream(self, i: int) -> ExpertStream | None:
+        """How one kernel runs the experts of layer i, or None where two do."""
+        w, mlp = self._weights(i), self.spec.layers[i].mlp
+        assert isinstance(mlp, ExpertSpec)
         gate_up, down = w["gate_up_proj"], w["down_proj"]
         wanted = self.tuning.one_kernel and self.bulk and self.num_seqs == 1
         if not wanted or gate_up.format != down.format:
@@ -316,7 +329,11 @@ class DecodeStep:
         if all(stream.resident for stream in streams):
             return None  # down asks for its weights beside gate_up
         sizes = self.spec.hidden_size, down.shape[-1], mlp.router.top_k
-        return ExpertStream.fit(gate_up.format, *sizes, self.blocks, self.shared_bytes)
+        qkv = self.weights.get(f"layers.{i + 1}.qkv_proj") if self.tuning.followed else None
+        rows = qkv.shape[0] if qkv is not None and qkv.format == down.format else 0
+        limits = self.blocks, self.shared_bytes
+        found = ExpertStream.fit(gate_up.format, *sizes, *limits, rows)
+        return found or ExpertStream.fit(gate_up.format, *sizes, *limits)
 
     def _gate_up_stream(self, w: dict[str, Any], mlp: ExpertSpec) -> Stream:
         form, top_k = w["gate_up_proj"].format, mlp.router.top_k
@@ -336,13 +353,18 @@ class DecodeStep:
             "RENORMALIZE": int(mlp.router.renormalize),
         }
 
-    def _experts_in_one(
-        self, w: dict[str, Any], macros: dict[str, int], stream: ExpertStream
-    ) -> None:
+    def _experts_in_one(self, i: int, macros: dict[str, int], stream: ExpertStream) -> None:
+        w = self._weights(i)
+        qkv: tuple[Any, ...] = ()
+        if stream.qkv is not None:
+            after = self._weights(i + 1)
+            projection, bias = after["qkv_proj"], after["qkv_bias"]
+            norm, rows = after["input_layernorm"], projection.shape[0]
+            qkv = self.projected, projection.codes, bias, norm, rows
         gate_up, down = w["gate_up_proj"], w["down_proj"]
         macros = macros | stream.macros() | {"W_FORMAT": W_CODES[down.format]}
         launch(
-            kernel("experts", "experts", **macros),
+            kernel("experts", "experts_qkv" if qkv else "experts", **macros),
             (self.blocks,),
             stream.threads,
             self.x,
@@ -352,6 +374,7 @@ class DecodeStep:
             self.router_logits,
             w["post_attention_layernorm"],
             self.spec.eps,
+            *qkv,
             shared=stream.shared,
         )
 

@@ -11,7 +11,7 @@ from npmoe.runtime.nvrtc import named_codes
 W_CODES = named_codes({name: record.code for name, record in RECORDS.items()})
 
 CHUNK_BYTES, NARROW_CHUNK_BYTES = 40_000, 26_000
-RING_BYTES, NARROW_EXPERT_RING_BYTES = 114_000, 140_000
+RING_BYTES, NARROW_EXPERT_RING_BYTES = 114_000, 174_000
 SLICE_BYTES, WINDOW_FROM = 512, 6
 STATIC_BYTES = 256
 """Largest chunk, the same of 4-bit codes; ring, and that of both projections of 4-bit experts;
@@ -260,13 +260,15 @@ class _Pass:
 
 @dataclass(frozen=True)
 class ExpertStream:
-    """Macros and launch of the kernel that runs both projections of one token's experts.
+    """Macros and launch of the kernel that runs both projections of one token's experts, and the
+    next layer's q, k and v where these follow.
 
-    up, down: their shares of the work. warps, stages, shared: as of Stream.
+    up, down, qkv: their shares of the work. warps, stages, shared: as of Stream.
     """
 
     up: _Pass
     down: _Pass
+    qkv: _Pass | None
     warps: int
     stages: int
     shared: int
@@ -280,18 +282,24 @@ class ExpertStream:
         top_k: int,
         blocks: int,
         shared_bytes: int,
+        qkv_rows: int = 0,
     ) -> "ExpertStream | None":
-        """For experts of `width` (padded) on activations of `hidden` columns; None where those
-        and a ring do not fit the shared memory that a block of this GPU can have."""
+        """For experts of `width` (padded) on activations of `hidden` columns, and then so many rows
+        of q, k and v; None where those and a ring do not fit the shared memory that a block of this
+        GPU can have."""
         narrow = form in CODES_PER_BYTE
         warps = 16 if narrow else 8
         tiles, gpu = top_k * 2 * width // ROWS, (blocks, True, shared_bytes)
         up = _Work.of(form, hidden // COLUMNS, 1, 1, tiles, *gpu)
         down = _Work.of(form, width // COLUMNS, top_k, 1, hidden // ROWS, *gpu)
-        passes = up.share(form, 1, warps), down.share(form, top_k, warps)
+        passes = [up.share(form, 1, warps), down.share(form, top_k, warps)]
+        works = [up, down]
+        if qkv_rows:
+            works.append(_Work.of(form, hidden // COLUMNS, 1, 1, qkv_rows // ROWS, *gpu))
+            passes.append(works[2].share(form, 1, warps))
         place = max(p.chunk_bytes for p in passes) + 16  # two barriers with every chunk
         work = max(p.shared for p in passes)
-        total = up.own * passes[0].chunks + down.own * passes[1].chunks
+        total = sum(w.own * p.chunks for w, p in zip(works, passes, strict=True))
         ring = NARROW_EXPERT_RING_BYTES if narrow else RING_BYTES
         least = 4 if any(p.paired for p in passes) else 3  # so that copies go on meanwhile
         stages = max(ring // place, least)
@@ -299,7 +307,8 @@ class ExpertStream:
         if stages < min(total, least):
             return None
         shared = max(work + stages * place, shared_bytes // 2)  # one block a multiprocessor
-        return cls(*passes, warps, stages, shared)
+        qkv = passes[2] if qkv_rows else None
+        return cls(passes[0], passes[1], qkv, warps, stages, shared)
 
     @property
     def threads(self) -> int:
@@ -309,7 +318,8 @@ class ExpertStream:
     def macros(self) -> dict[str, int]:
         """What the kernel must know of this."""
         common = {"STAGES": self.stages, "RESIDENT": 0, "BULK": 1, "WARPS": self.warps}
-        return common | self.up.macros("") | self.down.macros("DOWN_")
+        both = self.up.macros("") | self.down.macros("DOWN_")
+        return common | both | (self.qkv.macros("QKV_") if self.qkv else {})
 
 
 MAX_BLOCKS_EACH, BLOCK_BYTES = 3, 1024

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -102,7 +102,7 @@ def launches(
     multiprocessors: int,
     shared_bytes: int,
 ) -> list[Launch]:
-    """What a step launches for one layer of the shape, from the embedding to the sampler: for short
+    """What a step launches for two layers of the shape, from embedding to sampler: for short
     contexts, then for long ones."""
     seen: list[Launch] = []
 
@@ -119,9 +119,9 @@ def launches(
     ) -> None:
         seen.append(Launch(kernel, grid, threads, shared))
 
-    one_layer = Shape(**{**vars(shape), "layers": 1})
-    spec = one_layer.spec()
-    cache = KVCache(1, 2, 64, shape.kv_heads, shape.head_dim, KVCacheConfig.parse(kv))
+    shape = replace(shape, layers=2)
+    spec = shape.spec()
+    cache = KVCache(2, 2, 64, shape.kv_heads, shape.head_dim, KVCacheConfig.parse(kv))
     table = np.zeros((seqs, 2), np.int32)
     with decode_on_cpu(kernel, launch, bulk, multiprocessors, shared_bytes):
         w = empty_weights(shape, weights)
@@ -132,21 +132,20 @@ def launches(
 
 
 def empty_weights(shape: Shape, fmt: str) -> dict[str, Any]:
-    """Weights of one layer that take no memory."""
+    """Weights that take no memory."""
 
     def matrix(rows: int, columns: int, *lead: int) -> QuantTensor:
         grid = (*lead, -(-rows // ROWS), columns // COLUMNS, RECORD_BYTES[fmt])
         records = np.broadcast_to(np.uint8(0), grid)
         return QuantTensor(fmt, (*lead, rows, columns), records, layout="fragments")
 
-    s, layer = shape, "layers.0."
+    s = shape
     rows = (s.heads + 2 * s.kv_heads) * s.head_dim
-    return {
-        "embed_tokens": None,
-        "norm": None,
-        "lm_head": matrix(s.vocab, s.hidden),
-        layer + "qkv_proj": matrix(rows, s.hidden),
-        layer + "o_proj": matrix(s.hidden, s.heads * s.head_dim),
-        layer + "gate_up_proj": matrix(2 * s.width, s.hidden, s.experts),
-        layer + "down_proj": matrix(s.hidden, s.width, s.experts),
-    }
+    w = {"embed_tokens": None, "norm": None, "lm_head": matrix(s.vocab, s.hidden)}
+    for i in range(s.layers):
+        layer = f"layers.{i}."
+        w[layer + "qkv_proj"] = matrix(rows, s.hidden)
+        w[layer + "o_proj"] = matrix(s.hidden, s.heads * s.head_dim)
+        w[layer + "gate_up_proj"] = matrix(2 * s.width, s.hidden, s.experts)
+        w[layer + "down_proj"] = matrix(s.hidden, s.width, s.experts)
+    return w

@@ -246,6 +246,7 @@ def test_written_keys_and_values_are_those_of_the_encoders(h: Heads) -> None:
     """Bit for bit, for values that are hard: zeros, halves of steps, tiny and huge groups."""
     step = make_step(h, 2, (1, 70, 130), plain=True)
     rng = np.random.default_rng(4)
+    step.projected[0, -1] = 0  # the outlier: 300 times huge is too much
     rows = step.projected.reshape(-1, 32)  # groups
     rows[1::7] = 0
     rows[2::7] = rng.integers(-24, 25, rows[2::7].shape) / 4

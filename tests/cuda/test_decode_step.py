@@ -135,37 +135,45 @@ def test_a_step_is_that_of_the_model(
             assert (greedy(step.best) == tokens).all()
 
 
-@pytest.mark.parametrize("weights", ["fp4", "bf16"])
-def test_experts_in_one_kernel_or_two(weights: str) -> None:
+@pytest.mark.parametrize("weights", ["fp4", "bf16", {"attention": "fp8", "experts": "fp4"}])
+def test_experts_in_one_kernel_or_two(weights: str | WeightsPolicy) -> None:
     """Two steps each, with rings too small for a block's weights; tokens are fed back."""
-    _, on_device = make_weights(parse_weights(weights))
+    policy = parse_weights(weights if isinstance(weights, str) else weights | {"lm_head": "bf16"})
+    _, on_device = make_weights(policy)
     names: list[str] = []
 
     def run(function: Kernel, *arguments: Any, **options: Any) -> None:
         names.append(function.name)
         launch(function, *arguments, **options, seed=3)
 
-    chunk = 2 * RECORD_BYTES[weights]
+    chunk = 2 * RECORD_BYTES[policy["experts"]]
     small = {"CHUNK_BYTES": chunk, "NARROW_CHUNK_BYTES": chunk}
     small |= dict.fromkeys(("RING_BYTES", "NARROW_EXPERT_RING_BYTES"), 4 * (chunk + 16))
+    layer = ["attention", "output", "route"]
+    two, one, followed = (["gate_up", "down"], ["experts"], ["experts_qkv"])
+    if policy["attention"] != policy["experts"]:
+        followed = [*one, "qkv"]
     logits = []
-    for one_kernel in (True, False):
+    for tuning, between, last in (
+        (decode.Tuning(one_kernel=False), [*two, "qkv"], two),
+        (decode.Tuning(followed=False), [*one, "qkv"], one),
+        (decode.Tuning(), followed, one),
+    ):
         cache, tables = make_cache("bf16", 1), np.arange(PAGES_EACH, dtype=np.int32)[None]
         with (
             decode_on_cpu(kernel, run, True, multiprocessors=5),
             patch.multiple(stream, **small),
         ):
-            tuning = decode.Tuning(one_kernel=one_kernel)
             args = SHAPE.spec(), on_device, cache.layers, tables
             step = decode.DecodeStep(*args, tuning=tuning)
             step.tokens[:] = 7
+            step.enqueue()
             names.clear()
             step.enqueue()
-            step.enqueue()
         logits.append(step.logits.copy())
-        assert ("experts" in names) == one_kernel
-        assert ("gate_up" in names) != one_kernel
-    assert relative_error(logits[0], logits[1]) < 1e-5
+        assert names == ["embed", "qkv", *layer, *between, *layer, *last, "lm_head"]
+    assert relative_error(logits[1], logits[0]) < 1e-5
+    assert relative_error(logits[2], logits[0]) < 1e-5
 
 
 def test_more_blocks_than_multiprocessors_are_refused() -> None:

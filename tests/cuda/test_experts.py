@@ -13,6 +13,7 @@ from npmoe.models import stream
 from npmoe.models.decode import EMPTY
 from npmoe.models.stream import W_CODES, ExpertStream
 from npmoe.ops.experts import swiglu_ref
+from npmoe.ops.linear import linear_ref
 from npmoe.ops.norm import rms_norm_ref
 from npmoe.ops.route import top_k_ref
 from tests.cuda.build import kernel, launch
@@ -167,6 +168,7 @@ IN_ONE = (  # name, format, hidden, width, experts, top_k, renormalize, blocks, 
 )
 
 
+@pytest.mark.parametrize("qkv_rows", [0, 96, 16], ids=["", "qkv", "short_qkv"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -174,37 +176,47 @@ IN_ONE = (  # name, format, hidden, width, experts, top_k, renormalize, blocks, 
         for c in IN_ONE
     ],
 )
-def test_both_in_one_kernel(case: tuple[Any, ...]) -> None:
+def test_experts_in_one_kernel(case: tuple[Any, ...], qkv_rows: int) -> None:
+    """Both projections; and the next layer's q, k and v, of which the last case has one tile."""
     name, fmt, hidden, width, experts, top_k, renormalize, blocks, ring = case
     shape = Case(name, fmt, hidden, width, experts, top_k, renormalize, 1, blocks, ring)
     gate_up, down, logits, rng = inputs(shape)
     x, norm = activations(rng, 1, hidden), rng.uniform(0.5, 1.5, hidden).astype(np.float32)
+    qkv = weight(rng, fmt, max(qkv_rows, ROWS), hidden)
+    qkv_bias = None if fmt == "bf16" else rng.standard_normal(qkv.shape[0]).astype(np.float32)
+    qkv_norm = rng.uniform(0.5, 1.5, hidden).astype(np.float32)
     chunk_bytes = 4 * RECORD_BYTES[fmt]
     changed = {"CHUNK_BYTES": chunk_bytes, "NARROW_CHUNK_BYTES": chunk_bytes}
     changed |= dict.fromkeys(("RING_BYTES", "NARROW_EXPERT_RING_BYTES"), ring * (chunk_bytes + 16))
     with patch.multiple(stream, **changed):
-        fitted = ExpertStream.fit(fmt, hidden, width, top_k, blocks, SHARED_BYTES)
+        fitted = ExpertStream.fit(fmt, hidden, width, top_k, blocks, SHARED_BYTES, qkv_rows)
     assert fitted is not None
     macros = {"HIDDEN": hidden, "WIDTH": width, "EXPERTS": experts, "TOP_K": top_k}
     macros |= {"RENORMALIZE": renormalize, "W_FORMAT": W_CODES[fmt]} | fitted.macros()
-    function = kernel("experts", "experts", **macros)
+    function = kernel("experts", "experts_qkv" if qkv_rows else "experts", **macros)
     records = codes(interleaved(gate_up)), codes(down)
 
-    def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
-        residual = memory.writable(x)
-        empty = memory.writable(np.full(top_k * width + 1, EMPTY, np.uint32).view(np.float32))
+    def run(memory: Memory, seed: int) -> tuple[np.ndarray, ...]:
+        residual, projected = memory.writable(x), memory.output(qkv_rows)
+        words = np.full(top_k * width + hidden, EMPTY, np.uint32)
+        given = [memory.read_only(a) for a in (*records, logits, norm)]
+        qkv_given = [None if a is None else memory.read_only(a) for a in (qkv_bias, qkv_norm)]
+        followed = projected, memory.read_only(codes(qkv)), *qkv_given, qkv_rows
         launch(
-            *(function, (blocks,), fitted.threads, residual, empty),
-            *(memory.read_only(a) for a in (*records, logits, norm)),
-            EPS,
+            *(function, (blocks,), fitted.threads, residual),
+            *(memory.writable(words.view(np.float32)), *given, EPS),
+            *(followed if qkv_rows else ()),
             shared=fitted.shared,
             seed=seed,
         )
-        return (residual,)
+        return residual, projected
 
-    (residual,) = run_all_orders(run)
+    residual, projected = run_all_orders(run)
     weights, ids = top_k_ref(logits, top_k, renormalize)
     normed, dense = rms_norm_ref(x, norm, EPS)[0], gate_up.dequantize()
     gated = weights[0, :, None] * swiglu_ref(normed @ dense[ids[0]].transpose(0, 2, 1))
     expected = x + sum(gated[k] @ down.dequantize()[ids[0, k]].T for k in range(top_k))
     assert relative_error(residual, expected) < 2 * TOLERANCE
+    if qkv_rows:  # of the residual that is there, so that its error does not count twice
+        expected = linear_ref(rms_norm_ref(residual, qkv_norm, EPS), qkv, qkv_bias)
+        assert relative_error(projected, expected[0]) < TOLERANCE
