@@ -1,14 +1,17 @@
 """The decode step's kernels on a GPU, whole and in sequence, against the NumPy model."""
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from npmoe.batch import Batch
 from npmoe.config import KVCacheConfig, RopeConfig, WeightsPolicy, parse_weights
+from npmoe.formats.fragments import RECORD_BYTES
 from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.kv.storage import KVCache
+from npmoe.models import stream
 from npmoe.models.decode import LONG_CONTEXT, DecodeStep, Tuning
 from npmoe.models.gpu import prepare_for_gpu
 from npmoe.models.layers import CausalLM
@@ -18,15 +21,16 @@ from npmoe.ops.linear import prepare_linear
 from npmoe.ops.quantize import KVPages, from_kernel_pages, to_kernel_pages
 from npmoe.runtime.device import cupy, to_device
 from npmoe.runtime.graphs import Graph
+from npmoe.runtime.recording import recorded
 
 pytestmark = pytest.mark.gpu
 PAGE, STEPS, LONG = 16, 4, 1500  # from LONG tokens on, the kernels for long contexts
 TOLERANCE = {"bf16": 2e-3, "fp4": 1e-2}  # of a cache: a key or value may round the other way
 
 
-def tiny_spec(head_dim: int) -> ModelSpec:
-    """Two layers of 8 heads on 2 KV heads, 16 experts of width 192 (padded on the GPU), top 4."""
-    attention = AttentionSpec(8, 2, head_dim, head_dim**-0.5, qk_norm="head")
+def tiny_spec(head_dim: int, kv_heads: int = 2) -> ModelSpec:
+    """Two layers of 8 heads, 16 experts of width 192 (padded on the GPU), top 4."""
+    attention = AttentionSpec(8, kv_heads, head_dim, head_dim**-0.5, qk_norm="head")
     layer = LayerSpec(attention, ExpertSpec(RouterSpec(16, 4, True), 192))
     return ModelSpec(256, 1000, 1e-6, RopeConfig(), 4096, (layer,) * 2, False)
 
@@ -88,11 +92,53 @@ GROUPED = [(*case, True) for case in CASES if case[3] > 1]
     [*((*c, False) for c in CASES), *GROUPED],
 )
 def test_steps_agree_with_numpy(weights, kv, head_dim, seqs, context, grouped) -> None:
-    spec = tiny_spec(head_dim)
+    check_steps(tiny_spec(head_dim), weights, kv, seqs, context, Tuning(grouped=grouped))
+
+
+@pytest.mark.parametrize("followed", [True, False])
+@pytest.mark.parametrize(
+    ("weights", "kv", "context"),
+    [
+        ("fp4", "fp4", 40),
+        ("fp4", "fp4", 1700),
+        ("bf16", "bf16", 1600),
+        ("nvfp4", ("fp4", "bf16"), 300),
+        ("int4_asym", ("bf16", "fp4"), 64),
+        ("fp8", "fp4", 30),
+    ],
+)
+def test_steps_of_large_experts_agree_with_numpy(weights, kv, context, followed) -> None:
+    """In one kernel, whose rings are too small for a block's weights, with the next layer's qkv or
+    not; and 8 heads on one KV head."""
+    chunk = 2 * RECORD_BYTES[weights]
+    small = {"CHUNK_BYTES": chunk, "NARROW_CHUNK_BYTES": chunk}
+    small |= dict.fromkeys(("RING_BYTES", "NARROW_EXPERT_RING_BYTES"), 4 * (chunk + 16))
+    with patch.multiple(stream, **small):
+        tuning = Tuning(blocks=3, followed=followed)
+        step = check_steps(tiny_spec(128, kv_heads=1), weights, kv, 1, context, tuning)
+        with recorded() as launches:
+            step.enqueue()
+    names = [launch.kernel.name for launch in launches]
+    assert sum(name.startswith("experts") for name in names) == 2
+    assert sum(name.startswith("experts_qkv") for name in names) == followed
+
+
+def check_steps(
+    spec: ModelSpec,
+    weights: str | WeightsPolicy,
+    kv: str | tuple[str, str],
+    seqs: int,
+    context: int,
+    tuning: Tuning,
+) -> DecodeStep:
+    """Steps behind sequences of about `context` tokens, and the cache after them; the step."""
+    attention = spec.layers[0].attention
+    assert isinstance(attention, AttentionSpec)
     cpu, gpu = random_weights(spec, parse_weights(weights))
     model = CausalLM(spec, cpu)
     pages = -(-(context + STEPS) // PAGE)
-    cache = KVCache(2, pages * seqs, PAGE, 2, head_dim, KVCacheConfig.parse(kv))
+    heads = attention.num_kv_heads, attention.head_dim
+    cache = KVCache(2, pages * seqs, PAGE, *heads, KVCacheConfig.parse(kv))
     rng = np.random.default_rng(2)
     tables = rng.permutation(pages * seqs).astype(np.int32).reshape(seqs, pages)
     lengths = np.array([max(1, context - 3 * s) for s in range(seqs)], np.int32)
@@ -105,7 +151,6 @@ def test_steps_agree_with_numpy(weights, kv, head_dim, seqs, context, grouped) -
         )
     tolerance = TOLERANCE["bf16" if kv == "bf16" else "fp4"]
     device_cache = [(on_gpu(k), on_gpu(v)) for k, v in cache.layers]
-    tuning = Tuning(grouped=grouped)
     step = DecodeStep(spec, gpu, device_cache, cupy().asarray(tables), tuning=tuning)
     step = step.for_context(LONG_CONTEXT if context >= LONG else context)
     tokens = rng.integers(0, 1000, seqs).astype(np.int32)
@@ -132,6 +177,7 @@ def test_steps_agree_with_numpy(weights, kv, head_dim, seqs, context, grouped) -
                 assert found.scales is not None
                 same = np.isclose(a.scales.astype(np.float32), found.scales, rtol=2e-3, atol=1e-6)
                 assert (~same).mean() < 0.01
+    return step
 
 
 @pytest.mark.parametrize("weights", ["fp4", "bf16"])
