@@ -3,7 +3,8 @@
     python bench/sanitize.py [--tests tests/gpu/test_step.py] [--tool memcheck]
 
 Tests run with CuPy's memory pool off. Writes bench/results/sanitizer-<GPU>.json: for each tool the
-errors it found and whether the tests passed. Exits with 1 if there is an error or a failure.
+number of errors, what it says of them, and whether the tests passed. Exits with 1 if there is an
+error or a failure.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,10 @@ from npmoe.bench.record import environment, results_file
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "racecheck")
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+REPORT = re.compile(
+    r"^=+ ((?:Error|Warning|Invalid|Misaligned)\b.*)\n=+ +((?:and|at)\b.*)$", re.M | re.I
+)
+MOST_REPORTS = 20
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards?)")
 
 
@@ -58,13 +64,20 @@ def run_tool(sanitizer: str, tool: str, tests: list[str]) -> dict[str, Any]:
 
 
 def summary(log: str) -> dict[str, Any]:
-    """errors: as the tool counts them, None where it did not come to its end. tests: pytest's last
-    line."""
+    """errors: as the tool counts them, None where it did not come to its end. reports: what it says
+    most often, and how often. tests: pytest's last line."""
     counts = [int(a or b) for a, b in SUMMARY.findall(log)]
     ends = [
         line.strip("= ") for line in log.splitlines() if re.search(r"\d+ (passed|failed)", line)
     ]
-    return {"errors": sum(counts) if counts else None, "tests": ends[-1] if ends else None}
+    said = Counter(
+        re.sub(r" \[\d+ hazards?\]", "", "; ".join(found)) for found in REPORT.findall(log)
+    )
+    return {
+        "errors": sum(counts) if counts else None,
+        "reports": dict(said.most_common(MOST_REPORTS)),
+        "tests": ends[-1] if ends else None,
+    }
 
 
 def main() -> None:

@@ -93,15 +93,22 @@ def sanitize(tmp_path: Path, *lines: str) -> dict:
 
 def test_sanitize_counts_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    functions = sanitize(
-        tmp_path, 'echo "$@"', "echo '3 passed, 1 skipped in 2s'", f"echo '{RACECHECK}'"
+    race = (
+        "========= Error: Race reported between Write access at store(float *)+0x70 in a.cu:3\n"
+        "=========     and Read access at store(float *)+0xa0 in a.cu:5 [{} hazards]\n========= "
     )
+    log = ["3 passed, 1 skipped in 2s", race.format(4), race.format(8), RACECHECK]
+    functions = sanitize(tmp_path, 'echo "$@"', *(f"echo '{line}'" for line in log))
     sanitizer = functions["find_sanitizer"]()
     assert sanitizer == str(tmp_path / "compute-sanitizer")
     found = functions["run_tool"](sanitizer, "racecheck", ["tests/gpu/test_step.py"])
     assert found == {
         "tool": "racecheck",
         "errors": 2,
+        "reports": {
+            "Error: Race reported between Write access at store(float *)+0x70 in a.cu:3; "
+            "and Read access at store(float *)+0xa0 in a.cu:5": 2
+        },
         "tests": "3 passed, 1 skipped in 2s",
         "passed": True,
     }
@@ -111,7 +118,8 @@ def test_sanitize_says_what_did_not_end(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     functions = sanitize(tmp_path, "echo Device not supported", "exit 3")
     found = functions["run_tool"]("compute-sanitizer", "memcheck", [])
-    assert found == {"tool": "memcheck", "errors": None, "tests": None, "passed": False}
+    nothing = {"errors": None, "reports": {}, "tests": None}
+    assert found == {"tool": "memcheck", **nothing, "passed": False}
     assert functions["summary"](MEMCHECK)["errors"] == 0
 
 
