@@ -184,75 +184,9 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
 
   int team = warp / TEAM, member = warp % TEAM;
   int team_first = begin + team * TEAM * CHUNK;  // where the first of the team's next chunks begins
-  float mixed[2][4] = {};     // relative to 2^reached, of its heads
-  float reached = -INFINITE;  // of head g
-  // Of heads t and t + 4: this warp's level, and this lane's share of the weights relative to it.
-  float level[EACH_HEADS], weight[EACH_HEADS];
-#pragma unroll
-  for (int k = 0; k < EACH_HEADS; k++) level[k] = -INFINITE, weight[k] = 0.f;
-  constexpr int STAGE = WARPS * PLACE_BYTES, TURN = sizeof(Weighed), MEMBER = sizeof(told[0][0].weights[0]);
-  const LaneRows rows(places_at);
-  const LaneValues lane_values(shared_at + team * TEAM * PLACE_BYTES, member);
-  const Query query(q_operands);
-  const SharedAt told_at = told[team];
-  const SharedAt tell_at = reinterpret_cast<u32*>(&told[team][0].weights[member][0][t * 4 + g % 4]) + g / 4;
-  const SharedAt read_at = &told[team][0].weights[0][V_SCALED ? member : 0][lane];
-  // Of the chunk whose weights are told: scores, divided by K_UNDO, and weights.
-  float p[EACH_HEADS][2], w[EACH_HEADS][2];
-  // Tells the weights of p as far as levels are now. at: the chunk's place. Whether a level must be raised.
-  auto tell = [&](int at, int turn) {
-    float highest = -INFINITE;
-#pragma unroll
-    for (int k = 0; k < EACH_HEADS; k++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        float exponent = p[k][i] * K_UNDO + (LIFT - level[k]);
-        highest = fmaxf(highest, exponent), w[k][i] = power_of_two(exponent);
-      }
-    tell_weights(tell_at + turn, rows, at, w);
-    return highest > LIFT + SLACK;
-  };
-  // This warp's weights for its chunk that begins at `chunk`, in its place `at`; to be settled.
-  auto weigh = [&](int chunk, int at, int turn) {
-    scores(p, rows, at, query);
-    if (chunk + CHUNK > end)
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-        if (chunk + 2 * g + i >= end)
-#pragma unroll
-          for (int k = 0; k < EACH_HEADS; k++) p[k][i] = -INFINITE;
-    return tell(at, turn);
-  };
-  auto settle = [&](bool higher, int at, int turn) {
-    Weighed& to = *in_shared<Weighed>(told_at + turn);
-    bool raised = __any_sync(ALL_LANES, higher);
-    if (raised) {
-#pragma unroll
-      for (int k = 0; k < EACH_HEADS; k++) {
-        float best = fmaxf(p[k][0], p[k][1]);
-#pragma unroll
-        for (int o = 4; o < 32; o *= 2) best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, o));
-        best = V_SCALED ? best * K_UNDO : ceilf(best * K_UNDO);
-        float now = best > level[k] + SLACK ? best : level[k];
-        weight[k] *= power_of_two(level[k] - now), level[k] = now;
-        if (g == 0) to.level[member][t + 4 * k] = now;
-      }
-      tell(at, turn);
-    }
-#pragma unroll
-    for (int k = 0; k < EACH_HEADS; k++) weight[k] += w[k][0] + w[k][1];
-    if (lane == 0) to.raised.of[member] = raised;
-  };
-  auto tell_total = [&](int turn) {
-    Weighed& to = *in_shared<Weighed>(told_at + turn);
-#pragma unroll
-    for (int k = 0; k < EACH_HEADS; k++) {
-      float all = weight[k];
-#pragma unroll
-      for (int o = 4; o < 32; o *= 2) all += __shfl_xor_sync(ALL_LANES, all, o);
-      if (g == 0) to.total[member][t + 4 * k] = all, to.level[member][t + 4 * k] = level[k];
-    }
-  };
+  constexpr int STAGE = WARPS * PLACE_BYTES, TURN = sizeof(Weighed);
+  Weigher weigher(places_at, q_operands, told[team][0], member, end);
+  Mixer mixer(shared_at + team * TEAM * PLACE_BYTES, told[team][0], member);
   // The next chunk has come: what it needs besides.
   auto complete_chunk = [&](int chunk, int at) {
     if (chunk + CHUNK < end) return;
@@ -261,23 +195,16 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     clear_values(here, max(end - chunk, 0));
     __syncwarp();
   };
-  // A warp that has no chunk where others of its team have one.
-  auto weigh_nothing = [&](int turn) {
-    Weighed& to = *in_shared<Weighed>(told_at + turn);
-#pragma unroll
-    for (int i = 0; i < Weighed::PARTS; i++) to.weights[member][i][lane] = make_uint2(0, 0);
-    if (lane == 0) to.raised.of[member] = 0;
-  };
   bool busy = team_first < end;
   if (busy) {
     async_wait<STAGES - 2>();
     __syncwarp();
     complete_chunk(first, 0);
     if (first < end)
-      settle(weigh(first, 0, 0), 0, 0);
+      weigher.settle(weigher.weigh(first, 0, 0), 0, 0);
     else
-      weigh_nothing(0);
-    if (team_first + STRIDE >= end) tell_total(0);
+      weigher.weigh_nothing(0);
+    if (team_first + STRIDE >= end) weigher.tell_total(0);
   }
   int at = 0, turn = 0;  // of the stage that the team mixes next, and of what it is told
 #pragma unroll 1
@@ -286,9 +213,8 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     turn = TURN - turn;
     sync_team(team, 32 * TEAM);
     Weights weights[TEAM];
-#pragma unroll
-    for (int c = 0; c < TEAM; c++) weights[c].take(read_at + (now + c * MEMBER));
-    const Weighed& told_now = *in_shared<Weighed>(told_at + now);
+    mixer.take(weights, now);
+    const Weighed& told_now = weigher.to(now);
     Weighed::Raised raised_now = told_now.raised;
     fetch(at ? at - STAGE : (STAGES - 1) * STAGE, first + (STAGES - 1) * STRIDE, page_ahead);
     page_ahead = page_of(first + STAGES * STRIDE);
@@ -296,25 +222,8 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     u32 raised = 0;
     for (u32 one : raised_now.of) raised |= one;
     if (raised) {
-      float levels[TEAM], top = reached;
-#pragma unroll
-      for (int c = 0; c < TEAM; c++)
-        levels[c] = raised_now.of[c] ? told_now.level[c][g] : reached, top = fmaxf(top, levels[c]);
-      float shrink = power_of_two(reached - top);
-      float even = __shfl_sync(ALL_LANES, shrink, t * 8), odd = __shfl_sync(ALL_LANES, shrink, t * 8 + 4);
-#pragma unroll
-      for (int i = 0; i < 2; i++) mixed[i][0] *= even, mixed[i][1] *= odd, mixed[i][2] *= even, mixed[i][3] *= odd;
-#pragma unroll
-      for (int c = 0; c < TEAM; c++) weights[c].multiply(power_of_two(levels[c] - top));
-      reached = top;
-#pragma unroll
-      for (int k = 0; k < EACH_HEADS; k++) {
-        top = level[k];
-#pragma unroll
-        for (int c = 0; c < TEAM; c++)
-          if (raised_now.of[c]) top = fmaxf(top, told_now.level[c][t + 4 * k]);
-        weight[k] *= power_of_two(level[k] - top), level[k] = top;
-      }
+      mixer.follow(told_now, raised_now, weights);
+      weigher.follow(told_now, raised_now);
     }
     bool more = team_first + STRIDE < end;
     if (more) {
@@ -322,16 +231,16 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
       __syncwarp();
       complete_chunk(first, following);
     }
-    const Values values(lane_values, at);
+    const Values values(mixer.values, at);
     if (first < end) {  // in one piece, so that they are done together
-      bool higher = weigh(first, following, turn);
-      mix(mixed, values, weights);
-      settle(higher, following, turn);
+      bool higher = weigher.weigh(first, following, turn);
+      mix(mixer.sums, values, weights);
+      weigher.settle(higher, following, turn);
     } else {
-      if (more) weigh_nothing(turn);
-      mix(mixed, values, weights);
+      if (more) weigher.weigh_nothing(turn);
+      mix(mixer.sums, values, weights);
     }
-    if (more && team_first + 2 * STRIDE >= end) tell_total(turn);
+    if (more && team_first + 2 * STRIDE >= end) weigher.tell_total(turn);
     at = following;
   }
   async_wait<0>();
@@ -341,16 +250,11 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   u32* counter = arrived + (seq * KV_HEADS + kv) * CLUSTER + rank;
   u32 arrived_before = 0;
   if (!SCATTERED && tid == 0 && clusters > 1) arrived_before = atomicAdd(counter, 1u);
-  float total = 0.f;  // of all weights of the team, relative to 2^reached
-  if (member == 0 && busy) {
-    const Weighed& last_told = *in_shared<Weighed>(told_at + (TURN - turn));
-#pragma unroll
-    for (int c = 0; c < TEAM; c++) total += power_of_two(last_told.level[c][g] - reached) * last_told.total[c][g];
-  }
+  float total = member == 0 && busy ? mixer.total(weigher.to(TURN - turn)) : 0.f;
   cluster_wait();
   Received& received = gathered.received;
-  give_sums(received, inbox, rank * TEAMS + team, member, mixed);
-  if (member == 0) give_weight(received, inbox, rank * TEAMS + team, reached, total);
+  give_sums(received, inbox, rank * TEAMS + team, member, mixer.sums);
+  if (member == 0) give_weight(received, inbox, rank * TEAMS + team, mixer.reached, total);
   if (tid == 0) {
     combines = arrived_before == static_cast<u32>(clusters - 1);
     if (!SCATTERED && combines && clusters > 1) *counter = 0;

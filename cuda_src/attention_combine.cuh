@@ -4,7 +4,7 @@
 // Outputs of a KV head go in fours: quad q of a block of rank r is the (r QUADS + q)-th; see element_of.
 // Macros, numerics: attention.cu.
 #pragma once
-#include "attention_chunk.cuh"
+#include "attention_team.cuh"
 
 constexpr int THREADS = 32 * WARPS, TEAMS = WARPS / TEAM;
 
