@@ -13,16 +13,14 @@ from typing import Any
 import numpy as np
 
 from npmoe.dtypes import Array
-from npmoe.errors import UnsupportedModel
 from npmoe.formats.fragments import COLUMNS, ROWS
 from npmoe.formats.quant_tensor import CODES_PER_BYTE, QuantTensor
+from npmoe.models.decode_spec import check_decode_spec
 from npmoe.models.grouped import GroupedExperts
-from npmoe.models.specs import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec
+from npmoe.models.specs import AttentionSpec, ExpertSpec, ModelSpec
 from npmoe.models.stream import BLOCK_BYTES, W_CODES, AttentionSplit, ExpertStream, Stream
-from npmoe.ops.experts import PLAIN
 from npmoe.ops.quantize import KVPages
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
-from npmoe.ops.route import BEST_OF_ALL
 from npmoe.ops.sampler import Sampler
 from npmoe.runtime import nvtx
 from npmoe.runtime.device import cupy
@@ -439,7 +437,6 @@ LONG_SPLITS, WIDE, GROUPED_BYTES = 32, 4096, 4 << 20
 number of tokens; parts of such a context where two blocks a multiprocessor would make more; hidden
 size from which the router takes more warps; bytes of an expert from which reading it once is worth
 the grouping."""
-MAX_TOP_K = 32
 EMPTY = 0xFFFFFFFF
 """A word that a block waits for, as cuda_src/ptx.cuh has it, until another has written it."""
 _LAYER_WEIGHTS = (
@@ -453,55 +450,3 @@ def rotary_table(spec: ModelSpec, num_positions: int) -> Array:
     frequencies, factor = rope_frequencies(spec.rope, spec.rope_dim, spec.max_positions)
     cos, sin = rope_cos_sin(np.arange(num_positions, dtype=np.int32), frequencies, factor)
     return cupy().asarray(np.stack([cos, sin], axis=-1))
-
-
-def check_decode_spec(spec: ModelSpec) -> None:
-    """Raises UnsupportedModel for a layer that the decode kernels do not run."""
-    if spec.rope.rope_type == "longrope":
-        raise _no_kernel("longrope")
-    if spec.delta_net is not None:
-        raise _no_kernel("linear attention by the gated delta rule")
-    if spec.rope.partial_rotary_factor != 1:
-        raise _no_kernel("rotary on a part of each head")
-    if (spec.embedding_scale, spec.logits_scale) != (1, 1):
-        raise _no_kernel("scaled embeddings or logits")
-    if spec.layer_norm or spec.head_bias:
-        raise _no_kernel("a layer norm or a bias before the logits")
-    for layer in spec.layers:
-        a, mlp = layer.attention, layer.mlp
-        if isinstance(a, LatentSpec):
-            raise _no_kernel("multi-head latent attention")
-        assert isinstance(a, AttentionSpec)
-        if layer.residual_scale != 1:
-            raise _no_kernel("a scaled residual")
-        if layer.norm != "before":
-            raise _no_kernel(f"norm = {layer.norm!r}")
-        if not isinstance(mlp, ExpertSpec):
-            raise _no_kernel("a dense MLP")
-        top_k = mlp.router.top_k
-        for what, present in (
-            (f"{top_k} experts a token", top_k > MAX_TOP_K),
-            ("a sliding window", a.window is not None),
-            ("attention sinks", a.sinks),
-            ("attention with an output gate", a.output_gate),
-            ("clipped q, k and v", a.clip is not None),
-            ("interleaved rotary", a.interleaved),
-            ("a q/k norm over the projection", a.qk_norm == "projection"),
-            ("a q/k norm after rotary", a.qk_norm == "rotated"),
-            (f"head_dim {a.head_dim}", a.head_dim not in (64, 128)),
-            ("more than 8 query heads a KV head", a.num_heads > 8 * a.num_kv_heads),
-            (f"hidden_size {spec.hidden_size}", spec.hidden_size % COLUMNS > 0),
-            (f"heads of {a.num_heads} x {a.head_dim}", a.num_heads * a.head_dim % COLUMNS > 0),
-            ("a router bias", mlp.router.bias),
-            ("a selection bias", mlp.router.selection_bias),
-            (f"experts chosen by {mlp.router.rule}", mlp.router.rule != BEST_OF_ALL),
-            ("shared experts", mlp.shared is not None),
-            ("expert biases", mlp.bias),
-            (f"experts with {mlp.activation}", mlp.activation != PLAIN),
-        ):
-            if present:
-                raise _no_kernel(what)
-
-
-def _no_kernel(what: str) -> UnsupportedModel:
-    return UnsupportedModel(f"no decode kernel yet for {what}; use device='cpu'")

@@ -22,9 +22,9 @@ from npmoe.models.decode import (
     KV_CODES,
     LONG_CONTEXT,
     DecodeStep,
-    check_decode_spec,
     rotary_table,
 )
+from npmoe.models.decode_spec import check_decode_spec
 from npmoe.models.parameters import ROUTER, TABLE, Parameter
 from npmoe.models.specs import ModelSpec
 from npmoe.ops.quantize import KVPages

@@ -7,7 +7,7 @@ import pytest
 
 from npmoe.config import RopeConfig
 from npmoe.errors import UnsupportedModel
-from npmoe.models.decode import check_decode_spec
+from npmoe.models.decode_spec import check_decode_spec
 from npmoe.models.families import read_model
 from npmoe.models.specs import (
     AttentionSpec,

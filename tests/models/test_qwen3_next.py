@@ -14,7 +14,7 @@ from npmoe.errors import CheckpointError, UnsupportedModel
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models import qwen3_next
 from npmoe.models.convert import convert_checkpoint
-from npmoe.models.decode import check_decode_spec
+from npmoe.models.decode_spec import check_decode_spec
 from npmoe.models.families import read_model
 from npmoe.models.loader import load_model
 from npmoe.models.memory import need_of

@@ -1,0 +1,61 @@
+"""Which models the decode kernels run."""
+
+from npmoe.errors import UnsupportedModel
+from npmoe.formats.fragments import COLUMNS
+from npmoe.models.specs import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec
+from npmoe.ops.experts import PLAIN
+from npmoe.ops.route import BEST_OF_ALL
+
+MAX_TOP_K = 32
+
+
+def check_decode_spec(spec: ModelSpec) -> None:
+    """Raises UnsupportedModel for a layer that the decode kernels do not run."""
+    if spec.rope.rope_type == "longrope":
+        raise _no_kernel("longrope")
+    if spec.delta_net is not None:
+        raise _no_kernel("linear attention by the gated delta rule")
+    if spec.rope.partial_rotary_factor != 1:
+        raise _no_kernel("rotary on a part of each head")
+    if (spec.embedding_scale, spec.logits_scale) != (1, 1):
+        raise _no_kernel("scaled embeddings or logits")
+    if spec.layer_norm or spec.head_bias:
+        raise _no_kernel("a layer norm or a bias before the logits")
+    for layer in spec.layers:
+        a, mlp = layer.attention, layer.mlp
+        if isinstance(a, LatentSpec):
+            raise _no_kernel("multi-head latent attention")
+        assert isinstance(a, AttentionSpec)
+        if layer.residual_scale != 1:
+            raise _no_kernel("a scaled residual")
+        if layer.norm != "before":
+            raise _no_kernel(f"norm = {layer.norm!r}")
+        if not isinstance(mlp, ExpertSpec):
+            raise _no_kernel("a dense MLP")
+        top_k = mlp.router.top_k
+        for what, present in (
+            (f"{top_k} experts a token", top_k > MAX_TOP_K),
+            ("a sliding window", a.window is not None),
+            ("attention sinks", a.sinks),
+            ("attention with an output gate", a.output_gate),
+            ("clipped q, k and v", a.clip is not None),
+            ("interleaved rotary", a.interleaved),
+            ("a q/k norm over the projection", a.qk_norm == "projection"),
+            ("a q/k norm after rotary", a.qk_norm == "rotated"),
+            (f"head_dim {a.head_dim}", a.head_dim not in (64, 128)),
+            ("more than 8 query heads a KV head", a.num_heads > 8 * a.num_kv_heads),
+            (f"hidden_size {spec.hidden_size}", spec.hidden_size % COLUMNS > 0),
+            (f"heads of {a.num_heads} x {a.head_dim}", a.num_heads * a.head_dim % COLUMNS > 0),
+            ("a router bias", mlp.router.bias),
+            ("a selection bias", mlp.router.selection_bias),
+            (f"experts chosen by {mlp.router.rule}", mlp.router.rule != BEST_OF_ALL),
+            ("shared experts", mlp.shared is not None),
+            ("expert biases", mlp.bias),
+            (f"experts with {mlp.activation}", mlp.activation != PLAIN),
+        ):
+            if present:
+                raise _no_kernel(what)
+
+
+def _no_kernel(what: str) -> UnsupportedModel:
+    return UnsupportedModel(f"no decode kernel yet for {what}; use device='cpu'")
