@@ -42,7 +42,8 @@ def measure(subject: Subject, options: BenchOptions, device: str) -> dict[str, A
     else:
         pages = -(-options.context // options.page_size)
     tokens = options.batch * pages * options.page_size
-    check_subject(subject, options.weights, options.kv_cache, tokens, device)
+    given = subject, options.weights, options.kv_cache, tokens
+    check_subject(*given, device, sequences=options.batch)
     bandwidth = read_bandwidth(device)
     weights = weights_of(subject, options.weights, device, options.quiet)
     run = _on_gpu if device == "cuda" else _on_cpu
@@ -50,8 +51,8 @@ def measure(subject: Subject, options: BenchOptions, device: str) -> dict[str, A
     each = results["ms_per_token"]
     floor = 1e3 * traffic.total / bandwidth
     kv = options.kv_cache
-    rotated = f":{ROTATED}" if kv.rotated else ""
-    halves = [f"{name}{rotated}" for name in (kv.key_format, kv.value_format)]
+    behind = [ROTATED] * kv.rotated + ([str(kv.windows)] if kv.windows else [])
+    halves = [":".join([name, *behind]) for name in (kv.key_format, kv.value_format)]
     formats = subject.chosen(options.weights)
     same = len(set(formats.values())) == 1
     return {

@@ -29,7 +29,7 @@ def cpu_setup(
 ) -> tuple[CausalLM, ModelCache, Batch]:
     """The model, a filled cache, and one token a sequence, the `context`-th of each."""
     pages = -(-context // page_size)
-    cache = random_cache(spec, kv, batch * pages, page_size, "cpu")
+    cache = random_cache(spec, kv, batch * pages, page_size, "cpu", num_slots=batch)
     table = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
     rows = np.arange(batch + 1, dtype=np.int32)
     last = np.full(batch, context - 1, np.int32)
@@ -37,7 +37,7 @@ def cpu_setup(
     switch = spec.longrope_switch
     variant = None if switch is None else np.full(batch, int(context > switch), np.int32)
     tokens = np.random.default_rng(0).integers(0, spec.vocab_size, batch).astype(np.int32)
-    new = Batch(tokens, last, slots, rows, last + 1, table, rows[:-1], variant)
+    new = Batch(tokens, last, slots, rows, last + 1, table, rows[:-1], variant, rows[:-1])
     return CausalLM(spec, weights), cache, new
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from npmoe.config import KVCacheConfig
 from npmoe.dtypes import Array, array_namespace
 from npmoe.formats.quant_tensor import QuantTensor, concatenate_rows, quantize
+from npmoe.kv.states import RecurrentState
 from npmoe.kv.storage import key_value_dims
 from npmoe.models.cache import ModelCache
 from npmoe.models.conversion import cannot_be
@@ -15,7 +16,7 @@ from npmoe.models.gpu import prepare_for_gpu
 from npmoe.models.parameters import TABLE, VECTOR, Parameter
 from npmoe.models.specs import ModelSpec
 from npmoe.ops.linear import prepare_linear
-from npmoe.ops.quantize import write_kv_pages
+from npmoe.ops.quantize import KVPages, write_kv_pages
 from npmoe.runtime.device import to_device
 from npmoe.runtime.progress import progress
 
@@ -84,16 +85,34 @@ def _copies(w: QuantTensor, count: int) -> QuantTensor:
 
 
 def random_cache(
-    spec: ModelSpec, kv: KVCacheConfig, num_pages: int, page_size: int, device: str
+    spec: ModelSpec,
+    kv: KVCacheConfig,
+    num_pages: int,
+    page_size: int,
+    device: str,
+    num_slots: int = 1,
 ) -> ModelCache:
-    """A cache in which every page of a layer holds the same random keys and values."""
+    """A cache for single steps, in which every page of a layer holds the same random keys and
+    values; recurrent states and copies in windows, where there are any, for num_slots sequences."""
     heads, widths = spec.num_kv_heads, key_value_dims(spec.head_dim)
-    cache = ModelCache(spec, num_pages, page_size, kv, device=device)
-    rng, slots = np.random.default_rng(1), np.arange(page_size, dtype=np.int32)
-    for layer, page in zip(cache.pages, ModelCache(spec, 1, page_size, kv).pages, strict=True):
+    cache = ModelCache(spec, num_pages, page_size, kv, num_slots, device, prefill_chunk=1)
+    single = ModelCache(spec, 1, page_size, kv, prefill_chunk=1)
+    rng = np.random.default_rng(1)
+
+    def fill(many: KVPages, one: KVPages, width: int) -> None:
+        values = rng.standard_normal((one.page_size, heads, width), dtype=np.float32)
+        slots = np.arange(one.page_size, dtype=np.int32)
+        write_kv_pages(replace(one, copies=None), values, slots)
+        for a, b in zip(many.arrays(), one.arrays(), strict=True):
+            a[...] = to_device(b, device)
+
+    for layer, page in zip(cache.pages, single.pages, strict=True):
         for many, one, width in zip(layer, page, widths, strict=True):
-            values = rng.standard_normal((page_size, heads, width), dtype=np.float32)
-            write_kv_pages(one, values, slots)
-            for a, b in zip(many.arrays(), one.arrays(), strict=True):
-                a[...] = to_device(b, device)
+            fill(many, one, width)
+            if many.copies is not None and one.copies is not None:
+                fill(many.copies.pages, one.copies.pages, width)
+    for state in cache.layers:
+        if isinstance(state, RecurrentState):
+            for a in (state.conv, state.memory):
+                a[...] = 0.1 * rng.standard_normal(a.shape, dtype=np.float32)
     return cache

@@ -8,9 +8,9 @@ from npmoe.bench.random_model import random_weights
 from npmoe.bench.shapes import SHAPES
 from npmoe.config import WEIGHT_PARTS, KVCacheConfig, WeightsPolicy
 from npmoe.dtypes import gigabytes
-from npmoe.errors import OutOfMemory, UnsupportedModel
+from npmoe.errors import OutOfMemory
 from npmoe.kv.storage import check_kv_format
-from npmoe.models.cache import token_bytes
+from npmoe.models.cache import sequence_bytes, token_bytes
 from npmoe.models.conversion import cannot_be, format_bytes, running_bytes
 from npmoe.models.families import read_model
 from npmoe.models.gpu import check_gpu_support
@@ -75,21 +75,24 @@ def checkpoint(path: str | PathLike, ignored: tuple[str, ...] = ()) -> Subject:
 
 
 def check_subject(
-    subject: Subject, policy: WeightsPolicy, kv: KVCacheConfig, tokens: int, device: str
+    subject: Subject,
+    policy: WeightsPolicy,
+    kv: KVCacheConfig,
+    tokens: int,
+    device: str,
+    sequences: int = 1,
 ) -> None:
-    """Whether the device runs it and holds its weights beside `tokens` of KV cache.
+    """Whether the device runs it and holds its weights beside `tokens` of KV cache, of so many
+    sequences, each with its recurrent state, and copies in windows, where there are any.
 
     Raises UnsupportedModel for what has no kernel, ValueError for a format that cannot hold a
     matrix, and OutOfMemory with what would fit.
     """
-    if subject.spec.delta_net is not None:
-        raise UnsupportedModel(f"{subject.name}: npmoe bench does not measure recurrent states yet")
-    if kv.windows is not None:
-        raise UnsupportedModel(f"kv_cache {kv}: npmoe bench does not measure windows yet")
     check_kv_format(kv, subject.spec.head_dim)
     if device == "cuda":
         check_gpu_support(subject.spec, subject.native, policy, kv)
     cache = kv_bytes(subject.spec, kv) * tokens
+    cache += sequences * sequence_bytes(subject.spec, kv, prefill_chunk=1)
     free = free_memory(device)
     if subject.opened is None:
         weights = weight_bytes(subject, policy, device)

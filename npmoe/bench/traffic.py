@@ -2,18 +2,23 @@
 
 Experts count as far as the tokens of the batch choose them, if each token chooses at random and
 by itself; the embedding counts a row a token; keys and values count to the end of the context, or
-as far as a window sees. Padding that a layout adds does not count, nor do activations.
+as far as a window sees, where copies at higher precision serve them in these; recurrent states
+count whole. Padding that a layout adds does not count, nor do activations.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from npmoe.dtypes import Array
+from npmoe.kv.states import RecurrentState
 from npmoe.models.cache import ModelCache
 from npmoe.models.conversion import format_bytes, running_bytes
 from npmoe.models.parameters import ROUTER, TABLE, VECTOR, Parameter
 from npmoe.models.specs import AttentionSpec, ExpertSpec, ModelSpec
+from npmoe.ops.quantize import KVPages
 
 FLOAT32_BYTES = 4
 
@@ -55,13 +60,25 @@ def step_traffic(
         w = weights[p.name]
         size = _matrix_bytes(p, w, device) * _share(spec, p, batch)
         found[address(w if p.part == VECTOR else getattr(w, "codes", w))] = size
-    for layer, halves in zip(spec.layers, cache.pages, strict=True):
+    for layer, held in zip(spec.layers, cache.layers, strict=True):
+        if isinstance(held, RecurrentState):
+            for a in (held.conv, held.memory):
+                found[address(a)] = batch * a.nbytes / len(a)
+            continue
         window = layer.attention.window if isinstance(layer.attention, AttentionSpec) else None
-        tokens = batch * min(context, window or context)
-        for pages in halves:
-            size = sum(a.nbytes for a in pages.arrays()) / (len(pages.codes) * pages.page_size)
-            found[address(pages.codes)] = tokens * size
+        keys = np.arange(max(0, context - (window or context)), context)
+        for pages in held:
+            copied = 0
+            if pages.copies is not None:
+                copied = int(pages.copies.serves(np.array([context - 1]), keys).sum())
+                copies = pages.copies.pages
+                found[address(copies.codes)] = batch * copied * _token_bytes(copies)
+            found[address(pages.codes)] = batch * (len(keys) - copied) * _token_bytes(pages)
     return Traffic(found)
+
+
+def _token_bytes(pages: KVPages) -> float:
+    return sum(a.nbytes for a in pages.arrays()) / (len(pages.codes) * pages.page_size)
 
 
 def _matrix_bytes(p: Parameter, w: Any, device: str) -> float:

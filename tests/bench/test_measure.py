@@ -16,6 +16,7 @@ from npmoe.models.decode import DecodeStep
 from tests.bench.conftest import TINY
 from tests.cli_fixtures import make_checkpoint
 from tests.cuda.fake_gpu import FakeGPU, Stream
+from tests.helpers import GOLDEN
 
 FP4 = ("--weights", "fp4", "--kv-cache", "fp4")
 OPS = ["embed", *(["qkv", "attention", "output", "route", "gate_up", "down"] * 2), "lm_head"]
@@ -53,6 +54,17 @@ def test_a_shape_on_the_cpu(tiny_shape: None, capsys: pytest.CaptureFixture[str]
     assert record["ms_per_token_top_p"] > 0
     assert "host_gap_pct" not in record
     assert not record["graphs"]
+
+
+def test_windows_and_recurrent_states_on_the_cpu(
+    tiny_shape: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ("--device", "cpu", "--batch", 2, "--context", 40)
+    record = bench(capsys, "--shape", "tiny", *args, "--kv-cache", "fp4+")
+    assert record["kv"] == "fp4:rotated:windows"
+    assert record["ms_per_token"] > 0
+    record = bench(capsys, GOLDEN / "qwen3_next", *args)
+    assert record["ms_per_token"] > 0
 
 
 def test_a_checkpoint_on_the_cpu(

@@ -59,9 +59,21 @@ def test_a_checkpoint_is_refused_before_it_is_read() -> None:
         check_subject(opened, {}, BF16, 16, "cpu")
 
 
-def test_windows_are_not_measured() -> None:
-    with pytest.raises(UnsupportedModel, match=r"kv_cache fp4\+: npmoe bench does not measure"):
-        check_subject(QWEN, {}, KVCacheConfig.parse("fp4+"), 16, "cpu")
+def test_windows_are_not_measured_on_a_gpu() -> None:
+    with pytest.raises(UnsupportedModel, match=r"kv_cache fp4\+ has no GPU kernel yet"):
+        check_subject(QWEN, {}, KVCacheConfig.parse("fp4+"), 16, "cuda")
+
+
+def test_copies_in_windows_need_memory() -> None:
+    """48 layers of 4 KV heads of 128: (64 + 8) x 2 bytes a token and head, and in bf16 256 x 2 of
+    16 + 128 + 1 tokens a sequence."""
+    pages, copies = 1024 * 48 * 4 * 144, 145 * 48 * 4 * 512
+    weights = weight_bytes(QWEN, parse_weights("fp4"), "cpu")
+    given = QWEN, parse_weights("fp4"), KVCacheConfig.parse("fp4+"), 1024, "cpu"
+    with patch.object(subject, "free_memory", lambda device: weights + pages + 3 * copies):
+        check_subject(*given, sequences=3)
+        with pytest.raises(OutOfMemory):
+            check_subject(*given, sequences=4)
 
 
 def test_a_format_that_cannot_hold_a_matrix() -> None:
@@ -84,7 +96,7 @@ def test_random_weights_are_those_of_the_model(tiny_shape: None) -> None:
     assert rows.mean() == pytest.approx(256, rel=0.05)
 
 
-def test_recurrent_states_are_not_measured() -> None:
+def test_recurrent_states_are_not_measured_on_a_gpu() -> None:
     model = subject.checkpoint(GOLDEN / "qwen3_next")
-    with pytest.raises(UnsupportedModel, match="does not measure recurrent states"):
-        check_subject(model, {}, BF16, 16, "cpu")
+    with pytest.raises(UnsupportedModel, match="no decode kernel yet for linear attention"):
+        check_subject(model, {}, BF16, 16, "cuda")

@@ -10,6 +10,7 @@ from npmoe.bench.random_model import random_cache, random_weights
 from npmoe.bench.subject import Subject, checkpoint, named_shape
 from npmoe.bench.traffic import Traffic, address, step_traffic
 from npmoe.config import KVCacheConfig
+from npmoe.kv.states import RecurrentState
 from npmoe.models.cache import ModelCache
 from tests.helpers import GOLDEN
 
@@ -24,7 +25,7 @@ def made(
 ) -> tuple[Traffic, dict[str, Any], ModelCache]:
     formats = subject.formats(dict.fromkeys(("experts", "attention", "lm_head"), weights))
     arrays = random_weights(subject.parameters, formats, "cpu")
-    cache = random_cache(subject.spec, KVCacheConfig(kv, kv), 8, 16, "cpu")
+    cache = random_cache(subject.spec, KVCacheConfig.parse(kv), 8, 16, "cpu", num_slots=batch)
     args = (subject.spec, subject.parameters, arrays, cache, batch, context, "cpu")
     return step_traffic(*args), arrays, cache
 
@@ -80,3 +81,27 @@ def test_pages_are_filled(tiny: Subject) -> None:
         assert all((a[3] == a[0]).all() for a in pages.arrays())
         assert all(a.any() for a in pages.arrays())
         assert address(pages.codes) != address(pages.arrays()[1])
+
+
+def test_copies_in_windows_are_read_instead(tiny: Subject) -> None:
+    """Of 100 tokens the first 4 and the last 10 in bf16, from the copies of each sequence."""
+    kv = "fp4:rotated:windows=4,10"
+    traffic, _, cache = made(tiny, "bf16", kv, 3, 100)
+    keys = cache.layers[1][0]
+    assert traffic.of([keys.codes]) == 3 * (100 - 14) * 64 * (0.5 + 2 / 32)
+    assert traffic.of([keys.copies.pages.codes]) == 3 * 14 * 64 * 2
+    assert (keys.copies.pages.codes[2] == keys.copies.pages.codes[0]).all()
+    assert keys.copies.pages.codes.any()
+
+
+def test_recurrent_states_are_read_whole() -> None:
+    subject = checkpoint(GOLDEN / "qwen3_next")
+    traffic, _, cache = made(subject, "bf16", "bf16", 3, 100)
+    states = [layer for layer in cache.layers if isinstance(layer, RecurrentState)]
+    assert states
+    for state in states:
+        assert traffic.of([state.conv, state.memory]) == state.conv.nbytes + state.memory.nbytes
+        assert len(state.memory) == 3
+        assert state.memory.any()
+    pages = next(layer for layer in cache.layers if not isinstance(layer, RecurrentState))
+    assert traffic.of([pages[0].codes]) == 3 * 100 * pages[0].codes[0, :, 0].nbytes
