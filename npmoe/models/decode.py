@@ -36,9 +36,9 @@ class Tuning:
     attention head is spread over, rounded down to whole clusters; None fills the GPU. blocks:
     thread blocks of a weight kernel, at most one a multiprocessor, which is what None takes.
     one_kernel: a single token's experts run in one kernel where that exists. followed: that kernel
-    runs the next layer's qkv too, where formats agree. grouped: experts of
-    several tokens are read once, whoever chose them; None leaves it to their size. pairs_at_once:
-    of the tokens that chose an expert, those for which its down projection is then read once."""
+    runs the next layer's qkv too, where formats agree. grouped: experts of several tokens are read
+    once, whoever chose them; None leaves it to their size. pairs_at_once: of the tokens that chose
+    an expert, those for which its down projection is then read once."""
 
     splits: int | None = None
     blocks: int | None = None
@@ -200,13 +200,13 @@ class DecodeStep:
             self.sampler.enqueue(self.best, self.logits, self.seq_lens)
 
     def _layer(self, i: int) -> None:
-        w, seqs, o = self._weights(i), self.num_seqs, self._weights(i)["o_proj"]
-        mlp = self.spec.layers[i].mlp
+        w, mlp = self._weights(i), self.spec.layers[i].mlp
         assert isinstance(mlp, ExpertSpec)
         before = self._expert_stream(i - 1) if i else None
         if before is None or before.qkv is None:
             self._qkv(w, before)
         self._attention(i, w)
+        o = w["o_proj"]
         function, threads, shared = self._gemv("output", o)
         launch(
             function,
@@ -219,7 +219,7 @@ class DecodeStep:
             self.attended,
             o.shape[0],
             self.handed_over.size,
-            seqs,
+            self.num_seqs,
             shared=shared,
         )
         self._route(w, mlp)
