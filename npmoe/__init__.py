@@ -13,7 +13,7 @@ _HOMES = {
     "npmoe.formats.kv_cache": tuple(
         f"{verb}_kv_cache_{name}"
         for verb in ("quantize", "dequantize")
-        for name in ("fp4", "int4", "int4_asym", "int8", "fp8")
+        for name in ("fp4", "mxfp4", "nvfp4", "int4", "int4_asym", "int8", "fp8")
     ),
     "npmoe.llm": ("LLM",),
     "npmoe.sampling": ("SamplingParams",),

@@ -10,11 +10,15 @@ from npmoe.formats.kv_cache import dequantize_kv_cache_fp8 as dequantize_kv_cach
 from npmoe.formats.kv_cache import dequantize_kv_cache_int4 as dequantize_kv_cache_int4
 from npmoe.formats.kv_cache import dequantize_kv_cache_int4_asym as dequantize_kv_cache_int4_asym
 from npmoe.formats.kv_cache import dequantize_kv_cache_int8 as dequantize_kv_cache_int8
+from npmoe.formats.kv_cache import dequantize_kv_cache_mxfp4 as dequantize_kv_cache_mxfp4
+from npmoe.formats.kv_cache import dequantize_kv_cache_nvfp4 as dequantize_kv_cache_nvfp4
 from npmoe.formats.kv_cache import quantize_kv_cache_fp4 as quantize_kv_cache_fp4
 from npmoe.formats.kv_cache import quantize_kv_cache_fp8 as quantize_kv_cache_fp8
 from npmoe.formats.kv_cache import quantize_kv_cache_int4 as quantize_kv_cache_int4
 from npmoe.formats.kv_cache import quantize_kv_cache_int4_asym as quantize_kv_cache_int4_asym
 from npmoe.formats.kv_cache import quantize_kv_cache_int8 as quantize_kv_cache_int8
+from npmoe.formats.kv_cache import quantize_kv_cache_mxfp4 as quantize_kv_cache_mxfp4
+from npmoe.formats.kv_cache import quantize_kv_cache_nvfp4 as quantize_kv_cache_nvfp4
 from npmoe.llm import LLM as LLM
 from npmoe.sampling import SamplingParams as SamplingParams
 

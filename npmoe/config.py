@@ -416,7 +416,7 @@ def _check_groups(config: ModelConfig, where: str) -> None:
 HeadDims = int | tuple[int, int]
 """Elements of a head of the cache: of keys and values, or of each where they differ."""
 
-KV_FORMATS = ("fp32", "bf16", "fp8", "int8", "int4", "int4_asym", "fp4")
+KV_FORMATS = ("fp32", "bf16", "fp8", "int8", "int4", "int4_asym", "fp4", "mxfp4", "nvfp4")
 WEIGHT_FORMATS = (
     *("fp32", "bf16", "fp16", "fp8", "int8"),
     *("int4", "int4_asym", "fp4", "mxfp4", "nvfp4"),
@@ -475,9 +475,9 @@ class KVWindows:
 class KVCacheConfig:
     """Formats of the paged cache. Keys and values are independent.
 
-    `group_size` elements along head_dim share one fp16 scale (8- and 4-bit formats only). rotated:
-    heads are multiplied by a Hadamard matrix before they are quantised, and results back. windows:
-    what is read at higher precision; None: nothing.
+    `group_size` elements along head_dim share one scale (8- and 4-bit formats only): fp16, in mxfp4
+    E8M0 and in nvfp4 E4M3. rotated: heads are multiplied by a Hadamard matrix before they are
+    quantised, and results back. windows: what is read at higher precision; None: nothing.
     """
 
     key_format: str = "bf16"

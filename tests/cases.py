@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from npmoe.config import KV_FORMATS, WEIGHT_FORMATS
 
 FOUR_BIT = ("int4", "int4_asym", "fp4", "mxfp4", "nvfp4")
-KV_PAIRS = (*((name, name) for name in KV_FORMATS), ("int8", "fp4"), ("fp32", "int4_asym"))
-"""Formats of K and V that are tried together: each with itself, and two mixed pairs."""
+KV_PAIRS = (
+    *((name, name) for name in KV_FORMATS),
+    *[("int8", "fp4"), ("fp32", "int4_asym"), ("mxfp4", "bf16"), ("nvfp4", "fp4")],
+)
+"""Formats of K and V that are tried together: each with itself, and mixed pairs."""
 
 
 @dataclass(frozen=True)

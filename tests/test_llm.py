@@ -619,6 +619,7 @@ def rms_error(got: np.ndarray, want: np.ndarray) -> float:
     [
         *["fp32", "bf16", "fp8", "int8", "int4", "int4_asym", "fp4", ("fp8", "fp4")],
         *["k8v4", "fp32:rotated", "int4:rotated", "fp4+"],
+        *["mxfp4", "nvfp4", ("mxfp4", "bf16"), "nvfp4:rotated", "nvfp4+"],
         npmoe.KVCacheConfig("int8", "int4", group_size=16),
     ],
     ids=str,

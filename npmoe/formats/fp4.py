@@ -1,7 +1,8 @@
 """fp4: E2M1 codes (0, .5, 1, 1.5, 2, 3, 4, 6 and negatives), low nibble first, three scalings.
 
 fp4: one fp16 scale per group. mxfp4: one E8M0 scale, a power of two, per 32 (OCP Microscaling
-Formats v1.0). nvfp4: one E4M3 scale per 16 and one float32 scale per matrix.
+Formats v1.0). nvfp4: one E4M3 scale per 16 and one float32 scale per matrix. In the KV cache that
+scale is 1, and groups of mxfp4 and nvfp4 are of its group_size.
 fp16 and E4M3 scales are the better of amax / 6 and amax / 4 by squared error (amax / 6 on a tie):
 the second leaves the gap between 4 and 6 unused. E8M0 takes the smallest power of two that holds
 amax / 6, so nothing is clipped.
@@ -22,6 +23,9 @@ from npmoe.formats.minifloat import (
     E8M0_VALUES,
     decode_table,
 )
+
+NVFP4_MAX = 448 * 6
+"""Largest value of an E2M1 code times an E4M3 scale."""
 
 
 def _better_of_two(groups: Array, store: Callable[[Array], tuple[Array, Array]]) -> tuple:
@@ -72,7 +76,7 @@ def decode_fp4(encoded: Encoded) -> Array:
 
 
 def encode_mxfp4(x: Array, group_size: int = 32) -> Encoded:
-    """float `[..., K]` -> codes uint8 `[..., K / 2]`, scales E8M0 as uint8 `[..., K / 32]`."""
+    """float `[..., K]` -> codes uint8 `[..., K / 2]`, scales E8M0 as uint8 `[..., K / g]`."""
     xp = array_namespace(x)
     groups = split(x, group_size)
     fraction, exponent = xp.frexp(xp.abs(groups).max(axis=-1) / xp.float32(6))
@@ -93,16 +97,33 @@ def encode_nvfp4(x: Array, group_size: int = 16) -> tuple[Encoded, Array]:
     scale float32 `[...]`, one per matrix: `amax / (448 * 6)`."""
     xp = array_namespace(x)
     groups = split(x, group_size)
-    global_scale = xp.abs(groups).max(axis=(-1, -2, -3)) / xp.float32(448 * 6)
+    global_scale = xp.abs(groups).max(axis=(-1, -2, -3)) / xp.float32(NVFP4_MAX)
     global_scale = xp.where(global_scale > 0, global_scale, xp.float32(1)).astype(xp.float32)
-    per_group = global_scale[..., None, None]
+    return _with_e4m3_scales(groups, global_scale[..., None, None]), global_scale
+
+
+def encode_nvfp4_cache(x: Array, group_size: int) -> Encoded:
+    """float `[..., K]` -> codes uint8 `[..., K / 2]`, scales E4M3 as uint8 `[..., K / group_size]`;
+    the global scale is 1. Groups whose amax is at most 2^-8 become zeros; beyond 448 * 6:
+    ValueError."""
+    xp = array_namespace(x)
+    groups = split(x, group_size)
+    amax = float(xp.abs(groups).max()) if groups.size else 0.0
+    if amax > NVFP4_MAX:
+        raise ValueError(f"a group needs the scale {amax / 6:.5g}, E4M3 ends at 448")
+    return _with_e4m3_scales(groups, xp.float32(1))
+
+
+def _with_e4m3_scales(groups: Array, global_scale: Array) -> Encoded:
+    """Groups `[..., G, g]`; global_scale float32, broadcasts to `[..., G]`."""
 
     def store(scale: Array) -> tuple[Array, Array]:
-        stored = E4M3.encode(scale / per_group)
-        return stored, decode_table(stored, E4M3_VALUES) * per_group
+        stored = E4M3.encode(scale / global_scale)
+        return stored, decode_table(stored, E4M3_VALUES) * global_scale
 
     codes, scales = _better_of_two(groups, store)
-    return Encoded(pack_nibbles(codes.reshape(x.shape)), scales), global_scale
+    *lead, count, size = groups.shape
+    return Encoded(pack_nibbles(codes.reshape(*lead, count * size)), scales)
 
 
 def decode_nvfp4(encoded: Encoded, global_scale: Array | np.ndarray | float) -> Array:
@@ -112,3 +133,8 @@ def decode_nvfp4(encoded: Encoded, global_scale: Array | np.ndarray | float) -> 
     scales = decode_table(encoded.scales, E4M3_VALUES)
     scales = scales * xp.asarray(global_scale, dtype=xp.float32)[..., None]
     return join(decode_table(_unpack(encoded.codes), E2M1_VALUES), scales)
+
+
+def decode_nvfp4_cache(encoded: Encoded) -> Array:
+    """Encoded -> float32 `[..., K]`; the global scale is 1."""
+    return decode_nvfp4(encoded, 1)

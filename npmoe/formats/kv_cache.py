@@ -6,7 +6,14 @@ Groups lie along head_dim. The same formats fill the pages of the KV cache.
 from numbers import Integral
 
 from npmoe.dtypes import Array
-from npmoe.formats.fp4 import decode_fp4, encode_fp4
+from npmoe.formats.fp4 import (
+    decode_fp4,
+    decode_mxfp4,
+    decode_nvfp4_cache,
+    encode_fp4,
+    encode_mxfp4,
+    encode_nvfp4_cache,
+)
 from npmoe.formats.fp8 import decode_fp8, encode_fp8
 from npmoe.formats.groups import Encoded
 from npmoe.formats.int4 import decode_int4, decode_int4_asym, encode_int4, encode_int4_asym
@@ -18,6 +25,8 @@ GROUPED_KV_FORMATS = {
     "int4": (encode_int4, decode_int4),
     "int4_asym": (encode_int4_asym, decode_int4_asym),
     "fp4": (encode_fp4, decode_fp4),
+    "mxfp4": (encode_mxfp4, decode_mxfp4),
+    "nvfp4": (encode_nvfp4_cache, decode_nvfp4_cache),
 }
 
 
@@ -45,6 +54,36 @@ def quantize_kv_cache_fp4(k: Array, group_size: int = 32) -> tuple[Array, Array]
 def dequantize_kv_cache_fp4(codes: Array, scales: Array) -> Array:
     """The inverse of `quantize_kv_cache_fp4`: float32 `[batch, heads, seq, head_dim]`."""
     return decode_fp4(Encoded(codes, scales))
+
+
+def quantize_kv_cache_mxfp4(k: Array, group_size: int = 32) -> tuple[Array, Array]:
+    """E2M1 codes as for fp4, and E8M0 scales, powers of two.
+
+    scales uint8 `[batch, heads, seq, head_dim / group_size]`, 2^(scale - 127) each; the rest as for
+    fp4.
+    """
+    _check(k, group_size)
+    return encode_mxfp4(k, group_size)[:2]
+
+
+def dequantize_kv_cache_mxfp4(codes: Array, scales: Array) -> Array:
+    """The inverse of `quantize_kv_cache_mxfp4`: float32 `[batch, heads, seq, head_dim]`."""
+    return decode_mxfp4(Encoded(codes, scales))
+
+
+def quantize_kv_cache_nvfp4(k: Array, group_size: int = 32) -> tuple[Array, Array]:
+    """E2M1 codes as for fp4, and E4M3 scales without a global one, which is 1.
+
+    scales uint8 `[batch, heads, seq, head_dim / group_size]`, E4M3 codes. Groups whose largest
+    magnitude is at most 2^-8 become zeros; ValueError beyond 448 * 6. The rest as for fp4.
+    """
+    _check(k, group_size)
+    return encode_nvfp4_cache(k, group_size)[:2]
+
+
+def dequantize_kv_cache_nvfp4(codes: Array, scales: Array) -> Array:
+    """The inverse of `quantize_kv_cache_nvfp4`: float32 `[batch, heads, seq, head_dim]`."""
+    return decode_nvfp4_cache(Encoded(codes, scales))
 
 
 def quantize_kv_cache_int4(k: Array, group_size: int = 32) -> tuple[Array, Array]:

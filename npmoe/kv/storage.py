@@ -12,16 +12,23 @@ from npmoe.ops.paging import copy_kv_pages
 from npmoe.ops.quantize import KVPages
 from npmoe.runtime.device import to_device
 
-BITS = {"fp32": 32, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "int4_asym": 4, "fp4": 4}
+BITS = {
+    **{"fp32": 32, "bf16": 16, "fp8": 8, "int8": 8},
+    **{"int4": 4, "int4_asym": 4, "fp4": 4, "mxfp4": 4, "nvfp4": 4},
+}
+"""Of an element."""
+GROUP_BITS = {
+    **{"fp8": 16, "int8": 16, "int4": 16, "int4_asym": 16 + 8},
+    **{"fp4": 16, "mxfp4": 8, "nvfp4": 8},
+}
+"""Of a group of elements: its scale, and its zero point where it has one."""
 
 
 def kv_bytes_per_token(config: KVCacheConfig, num_kv_heads: int, head_dim: HeadDims) -> float:
     """Bytes that one token takes in one layer, K and V together, scales and zeros included."""
     total = 0.0
     for name, width in _formats_and_widths(config, head_dim):
-        bits = BITS[name] * width
-        if name not in ("fp32", "bf16"):
-            bits += (24 if name == "int4_asym" else 16) * (width // config.group_size)
+        bits = BITS[name] * width + GROUP_BITS.get(name, 0) * (width // config.group_size)
         total += num_kv_heads * bits / 8
     return total
 
@@ -96,9 +103,7 @@ def check_kv_format(config: KVCacheConfig, head_dim: HeadDims) -> None:
             "rotate; leave :rotated away"
         )
     grouped = [
-        (name, width)
-        for name, width in _formats_and_widths(config, head_dim)
-        if name not in ("fp32", "bf16")
+        (name, width) for name, width in _formats_and_widths(config, head_dim) if name in GROUP_BITS
     ]
     for name, width in grouped:
         if width % config.group_size:
@@ -125,7 +130,8 @@ def _pages(name: str, grid: tuple, head_dim: int, group_size: int, device: str) 
     groups = head_dim // group_size
     codes = zeros(head_dim * BITS[name] // 8, np.uint8)
     zero_points = zeros(groups, np.uint8) if name == "int4_asym" else None
-    return KVPages(name, codes, zeros(groups, np.float16), zero_points)
+    scales = zeros(groups, np.uint8 if GROUP_BITS[name] == 8 else np.float16)
+    return KVPages(name, codes, scales, zero_points)
 
 
 def _layers(slab: KVPages) -> list[KVPages]:

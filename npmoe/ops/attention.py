@@ -15,7 +15,7 @@ import numpy as np
 from npmoe.dtypes import Array
 from npmoe.formats.floats import FP16_VALUES
 from npmoe.formats.hadamard import hadamard
-from npmoe.formats.minifloat import E2M1_VALUES, E4M3_VALUES
+from npmoe.formats.minifloat import E2M1_VALUES, E4M3_VALUES, E8M0_VALUES
 from npmoe.ops.linear import FEW_TOKENS
 from npmoe.ops.quantize import KVPages, read_kv_copies, read_kv_pages
 from npmoe.runtime.device import jit, parallel_ranges
@@ -146,7 +146,7 @@ def paged_attention(
         position = int(length) - (stop - start)
         reach = min(int(length), window or int(length))
         arguments = (
-            *(rows, *_decoder(k_pages), *_decoder(v_pages), FP16_VALUES),
+            *(rows, *_decoder(k_pages), *_decoder(v_pages)),
             *_copies(k_pages, v_pages, -1 if state_slots is None else int(state_slots[s])),
             *(block_table[s], position, np.float32(scale), window or 0, sinks, mixed),
         )
@@ -156,27 +156,36 @@ def paged_attention(
     return out
 
 
-_KINDS = {"fp32": 0, "bf16": 1, "fp8": 2, "int8": 2, "int4": 3, "int4_asym": 3, "fp4": 3}
+_KINDS = {
+    **{"fp32": 0, "bf16": 1, "fp8": 2, "int8": 2},
+    **{"int4": 3, "int4_asym": 3, "fp4": 3, "mxfp4": 3, "nvfp4": 3},
+}
 _CODE_VALUES = {
     "fp8": E4M3_VALUES,
     "int8": np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32),
     "int4": np.arange(16, dtype=np.float32) - 8,
     "int4_asym": np.arange(16, dtype=np.float32),
-    "fp4": E2M1_VALUES,
-}
+}  # of the others E2M1
+_SCALE_VALUES = {"mxfp4": E8M0_VALUES, "nvfp4": E4M3_VALUES}  # of the others fp16
 _NONE = np.zeros((1, 1, 1, 1), np.uint8)
-_NO_COPIES = _NONE.astype(np.uint16), _NONE.astype(np.uint16), _NONE, E2M1_VALUES, _KINDS["bf16"]
+_NO_SCALES = _NONE.astype(np.uint16)
+_NO_COPIES = _NO_SCALES, _NO_SCALES, _NONE, E2M1_VALUES, FP16_VALUES, _KINDS["bf16"]
 
 
 def _decoder(pages: KVPages) -> tuple:
-    """Codes, scales as fp16 bits, zeros, value of each code, kind; a dummy where there is none.
+    """Codes, scales as bits, zeros, value of each code and of each scale, kind; a dummy where there
+    is none.
 
-    Numba compiles one version per dtype of the codes: float32, uint16 (bf16) or uint8.
+    Numba compiles one version per dtype of the codes, float32, uint16 (bf16) or uint8, and of the
+    scales, uint16 (fp16) or uint8.
     """
-    scales = _NONE.astype(np.uint16) if pages.scales is None else pages.scales.view(np.uint16)
+    scales = _NO_SCALES if pages.scales is None else pages.scales
+    if scales.dtype == np.float16:
+        scales = scales.view(np.uint16)
     zeros = _NONE if pages.zeros is None else pages.zeros
     table = _CODE_VALUES.get(pages.format, E2M1_VALUES)
-    return pages.codes, scales, zeros, table, _KINDS[pages.format]
+    scale_table = _SCALE_VALUES.get(pages.format, FP16_VALUES)
+    return pages.codes, scales, zeros, table, scale_table, _KINDS[pages.format]
 
 
 def _copies(k_pages: KVPages, v_pages: KVPages, state_slot: int) -> tuple:
@@ -189,7 +198,7 @@ def _copies(k_pages: KVPages, v_pages: KVPages, state_slot: int) -> tuple:
 
 
 @jit
-def _decode_row(codes, scales, zeros, table, kind, fp16, p, h, i, row):  # type: ignore[no-untyped-def]
+def _decode_row(codes, scales, zeros, table, scale_table, kind, p, h, i, row):  # type: ignore[no-untyped-def]
     """Page p, head h, offset i -> row float32 [D]. kind: 0 fp32, 1 bf16, 2 bytes, 3 nibbles."""
     width = row.shape[0]
     if kind == 0:
@@ -202,7 +211,7 @@ def _decode_row(codes, scales, zeros, table, kind, fp16, p, h, i, row):  # type:
         groups = scales.shape[3]
         group = width // groups
         for g in range(groups):
-            scale = fp16[scales[p, h, i, g]]
+            scale = scale_table[scales[p, h, i, g]]
             zero = np.float32(zeros[p, h, i, g]) if zeros.shape == scales.shape else np.float32(0)
             if kind == 2:
                 for d in range(g * group, (g + 1) * group):
@@ -219,20 +228,20 @@ def read_rows(pages: KVPages, block_table: Array, length: int) -> Array:
     heads, columns = pages.codes.shape[1], pages.codes.shape[3]
     width = 2 * columns if _KINDS[pages.format] == 3 else columns
     out = np.empty((length, heads, width), np.float32)
-    run = partial(_read_rows, *_decoder(pages), FP16_VALUES, block_table, out)
+    run = partial(_read_rows, *_decoder(pages), block_table, out)
     parallel_ranges(length, out.size, run)
     return out
 
 
 @jit
-def _read_rows(codes, scales, zeros, table, kind, fp16, pages, out, first, last):  # type: ignore[no-untyped-def]
+def _read_rows(codes, scales, zeros, table, scale_table, kind, pages, out, first, last):  # type: ignore[no-untyped-def]
     """Tokens first to last of out [L, heads, D]."""
     page_size = codes.shape[2]
     for j in range(first, last):
         for h in range(out.shape[1]):
             page = pages[j // page_size]
-            row = out[j, h]
-            _decode_row(codes, scales, zeros, table, kind, fp16, page, h, j % page_size, row)
+            row, i = out[j, h], j % page_size
+            _decode_row(codes, scales, zeros, table, scale_table, kind, page, h, i, row)
 
 
 @jit
@@ -252,13 +261,14 @@ def _attention_cpu(  # type: ignore[no-untyped-def]
     k_scales,
     k_zeros,
     k_table,
+    k_scale_table,
     k_kind,
     v_codes,
     v_scales,
     v_zeros,
     v_table,
+    v_scale_table,
     v_kind,
-    fp16,
     k_copies,
     v_copies,
     slot,
@@ -288,9 +298,11 @@ def _attention_cpu(  # type: ignore[no-untyped-def]
             for j in range(start, stop):
                 copied, page, i = _place(j, stop, pages, page_size, slot, first, recent, ring)
                 if copied:
-                    _decode_row(*k_copies, fp16, page, kv, i, row)
+                    _decode_row(*k_copies, page, kv, i, row)
                 else:
-                    _decode_row(k_codes, k_scales, k_zeros, k_table, k_kind, fp16, page, kv, i, row)
+                    _decode_row(
+                        k_codes, k_scales, k_zeros, k_table, k_scale_table, k_kind, page, kv, i, row
+                    )
                 for h in range(ratio):
                     part[:] = 0
                     for d in range(0, dim - dim % 8, 8):
@@ -315,9 +327,11 @@ def _attention_cpu(  # type: ignore[no-untyped-def]
             for j in range(start, stop):
                 copied, page, i = _place(j, stop, pages, page_size, slot, first, recent, ring)
                 if copied:
-                    _decode_row(*v_copies, fp16, page, kv, i, row)
+                    _decode_row(*v_copies, page, kv, i, row)
                 else:
-                    _decode_row(v_codes, v_scales, v_zeros, v_table, v_kind, fp16, page, kv, i, row)
+                    _decode_row(
+                        v_codes, v_scales, v_zeros, v_table, v_scale_table, v_kind, page, kv, i, row
+                    )
                 for h in range(ratio):
                     weight = scores[h, j - start]
                     for d in range(dim):

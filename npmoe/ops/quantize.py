@@ -21,7 +21,8 @@ class KVPages:
     """The pages of K or of V of one layer.
 
     codes: float32 (fp32), uint16 (bf16) or uint8 `[num_pages, num_kv_heads, page_size, D]`, the
-    last axis D / 2 for 4-bit formats. scales fp16 and zeros uint8: the same with D / group_size.
+    last axis D / 2 for 4-bit formats. scales fp16, or as uint8 E8M0 (mxfp4) or E4M3 (nvfp4), and
+    zeros uint8: the same with D / group_size.
     rotated: what is stored are heads times a Hadamard matrix; attention knows. copies: what is read
     of some tokens instead.
     """

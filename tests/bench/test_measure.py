@@ -78,6 +78,7 @@ def test_a_checkpoint_on_the_cpu(
     expected = {"experts": "fp8", "lm_head": "int8", "attention": "bf16", "mlp": "bf16"}
     assert record["weights"] == expected
     assert record["kv"] == ["fp8", "fp4"]
+    assert bench(capsys, *args, "--kv-cache", "mxfp4,nvfp4")["kv"] == ["mxfp4", "nvfp4"]
     assert cli.main(["bench", str(folder), "--device", "cpu", "--context", "20"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("tiny-model on cpu: weights bf16, KV cache bf16, batch 1, context 20\n")

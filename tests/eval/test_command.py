@@ -91,6 +91,7 @@ def test_bytes_per_token(model: Path, text: Path, capsys: pytest.CaptureFixture[
     assert sizes["fp8"] == sizes["int8"] == 256 + 16
     assert sizes["fp4"] == sizes["int4"] == 128 + 16
     assert sizes["int4_asym"] == 128 + 24
+    assert sizes["mxfp4"] == sizes["nvfp4"] == 128 + 8
 
 
 def test_a_cache_with_windows(model: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

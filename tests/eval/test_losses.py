@@ -64,7 +64,7 @@ def test_positions_read_what_the_cache_holds(
 @pytest.mark.parametrize("attention", [paged_attention, paged_attention_ref])
 @pytest.mark.parametrize(
     ("kv_format", "first", "second"),
-    [("bf16", 0.8984375, 2.40625), ("fp4", 1.0, 2.25)],
+    [("bf16", 0.8984375, 2.40625), ("fp4", 1.0, 2.25), ("nvfp4", 1.0, 2.25), ("mxfp4", 1.0, 2.0)],
 )
 def test_two_positions_by_hand(
     kv_format: str, first: float, second: float, attention: Callable[..., np.ndarray]
@@ -72,7 +72,8 @@ def test_two_positions_by_hand(
     """Values (6, 0.9) and (3, 2.4), a query of zeros, which weighs all positions alike.
 
     In fp4 the first is 1 * (6, 1), since 1.5 * (4, 0.5) is farther off, and the second
-    0.75 * (4, 3), since 0.5 * (6, 4) is. The second position reads the mean of both.
+    0.75 * (4, 3), since 0.5 * (6, 4) is. E4M3 holds 0.75 too, E8M0 only 0.5. The second position
+    reads the mean of both.
     """
     keys, values = make_pages(kv_format, 1, 1, 32), make_pages(kv_format, 1, 1, 32)
     v = np.zeros((2, 1, 32), np.float32)

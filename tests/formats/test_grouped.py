@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from npmoe.formats import Encoded, QuantTensor, pack_nibbles, quantize, unpack_nibbles
-from npmoe.formats.fp4 import encode_fp4, encode_mxfp4, encode_nvfp4
+from npmoe.formats.fp4 import decode_mxfp4, encode_fp4, encode_mxfp4, encode_nvfp4
 from npmoe.formats.fp8 import encode_fp8
 from npmoe.formats.int4 import decode_int4, decode_int4_asym, encode_int4, encode_int4_asym
 from npmoe.formats.int8 import encode_int8
@@ -128,11 +128,17 @@ def test_a_group_size_that_does_not_divide_is_refused(format: str) -> None:
         quantize(np.ones((2, 64)), format, group_size=24)
 
 
-@pytest.mark.parametrize("format", sorted(GROUPED_KV_FORMATS))
-def test_a_scale_beyond_fp16_is_refused(format: str) -> None:
+@pytest.mark.parametrize("format", sorted(GROUPED_KV_FORMATS.keys() - {"mxfp4"}))
+def test_a_scale_that_the_format_cannot_hold_is_refused(format: str) -> None:
     encode, _ = GROUPED_KV_FORMATS[format]
-    with pytest.raises(ValueError, match="float16 ends at 65504"):
+    end = "E4M3 ends at 448" if format == "nvfp4" else "float16 ends at 65504"
+    with pytest.raises(ValueError, match=f"a group needs the scale .*, {end}"):
         encode(np.full((1, 32), 1e9, np.float32), 32)
+
+
+def test_mxfp4_holds_scales_beyond_fp16() -> None:
+    x = np.array([[6, -3]], np.float32) * np.float32(2.0**120)
+    np.testing.assert_array_equal(decode_mxfp4(encode_mxfp4(x, 2)), x)
 
 
 def test_fp4_takes_amax_over_6_when_the_codes_then_fit() -> None:

@@ -8,9 +8,13 @@ import pytest
 import npmoe
 from tests.helpers import normal
 
-FORMATS = ("fp4", "int4", "int4_asym", "int8", "fp8")
-WORST_ERROR = {"fp4": 1 / 6, "int4": 0.5 / 7, "int4_asym": 1 / 15, "int8": 0.5 / 127, "fp8": 1 / 16}
-"""As a share of the largest element of a group."""
+FORMATS = ("fp4", "mxfp4", "nvfp4", "int4", "int4_asym", "int8", "fp8")
+WORST_ERROR = {
+    **{"fp4": 1 / 6, "mxfp4": 1 / 5, "nvfp4": 1 / 6 * 17 / 16},
+    **{"int4": 0.5 / 7, "int4_asym": 1 / 15, "int8": 0.5 / 127, "fp8": 1 / 16},
+}
+"""As a share of the largest element of a group. E2M1 is off by one scale at most, at 5 between 4
+and 6. Then an E8M0 scale is a fifth of amax, and an E4M3 scale a 16th more than a sixth."""
 
 
 def functions(format: str) -> tuple:
@@ -28,7 +32,8 @@ def test_shapes_dtypes_and_values(format: str, dtype: type) -> None:
     codes, scales, *zeros = quantize(k)
     packed = 64 if format in ("int8", "fp8") else 32
     assert (codes.shape, codes.dtype) == ((2, 3, 5, packed), np.uint8)
-    assert (scales.shape, scales.dtype) == ((2, 3, 5, 2), np.float16)
+    scale_dtype = np.uint8 if format in ("mxfp4", "nvfp4") else np.float16
+    assert (scales.shape, scales.dtype) == ((2, 3, 5, 2), scale_dtype)
     assert [(z.shape, z.dtype) for z in zeros] == [((2, 3, 5, 2), np.uint8)] * (
         format == "int4_asym"
     )
@@ -86,3 +91,53 @@ def test_fp4_of_one_group_by_hand() -> None:
     codes, scales = npmoe.quantize_kv_cache_fp4(k)
     assert scales.tolist() == [[[[1]]]]
     assert codes[0, 0, 0, :3].tolist() == [0xD7, 0x21, 0]
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_a_head_of_128_takes_68_bytes_with_a_scale_of_one_byte(format: str) -> None:
+    codes, scales = functions(format)[0](normal(1, 1, 1, 128))
+    assert (codes.nbytes, scales.nbytes) == (64, 4)
+
+
+ONE_E8M0, ONE_E4M3 = 127, 7 << 3  # 2^(127 - 127); exponent 7 less the bias 7, mantissa 0
+
+
+@pytest.mark.parametrize(
+    ("format", "values", "scale", "bytes"),
+    [
+        ("mxfp4", (6, -3, 0.5, 1), ONE_E8M0, (0xD7, 0x21)),
+        ("mxfp4", (7, -3, 1, 4), ONE_E8M0 + 1, (0xB6, 0x41)),  # 7 / 2 = 3.5 is 4; -1.5, .5, 2
+        ("mxfp4", (3, -1.5, 0.25, 0.5), ONE_E8M0 - 1, (0xD7, 0x21)),
+        ("nvfp4", (6, -3, 0.5, 1), ONE_E4M3, (0xD7, 0x21)),
+        ("nvfp4", (12, -6, 1, 2), ONE_E4M3 + 8, (0xD7, 0x21)),
+        ("nvfp4", (12, 9, 6, -9), ONE_E4M3 + 8 + 4, (0x56, 0xD4)),  # 12 / 4 = 3 is nearer
+        ("nvfp4", (7.5, 0, 0, 0), ONE_E4M3 + 2, (0x07, 0)),  # 7.5 / 6 = 1.25
+        ("nvfp4", (2688, -1344, 224, 448), 0x7E, (0xD7, 0x21)),  # 448, the largest
+        ("nvfp4", (6 * 2**-9, -3 * 2**-9, 0, 0), 1, (0xD7, 0)),  # 2^-9, the smallest
+        ("nvfp4", (2**-8, -(2**-8), 0, 0), 0, (0, 0)),  # of 2^-8 / 4 nothing is left
+    ],
+)
+def test_one_group_with_a_scale_of_one_byte_by_hand(
+    format: str, values: tuple, scale: int, bytes: tuple
+) -> None:
+    k = np.zeros((1, 1, 1, 32), np.float32)
+    k[..., :4] = values
+    codes, scales = functions(format)[0](k)
+    assert scales.tolist() == [[[[scale]]]]
+    assert codes[0, 0, 0, :3].tolist() == [*bytes, 0]
+
+
+def test_mxfp4_values_by_hand() -> None:
+    k = np.zeros((1, 1, 1, 32), np.float32)
+    k[..., :4] = (7, -3, 1, 4)
+    restored = npmoe.dequantize_kv_cache_mxfp4(*npmoe.quantize_kv_cache_mxfp4(k))
+    assert restored[0, 0, 0, :5].tolist() == [8, -3, 1, 4, 0]
+
+
+def test_nvfp4_is_refused_where_e4m3_cannot_hold_the_scale() -> None:
+    k = np.ones((1, 1, 2, 64), np.float32)
+    k[0, 0, 1, 40] = -2688
+    npmoe.quantize_kv_cache_nvfp4(k)
+    k[0, 0, 1, 40] = -2694
+    with pytest.raises(ValueError, match="a group needs the scale 449, E4M3 ends at 448"):
+        npmoe.quantize_kv_cache_nvfp4(k)

@@ -66,6 +66,13 @@ def test_nan_is_refused(kv_format: str) -> None:
         write_kv_pages(pages, np.full((1, 1, 32), np.nan, np.float32), np.array([0]))
 
 
+def test_what_e4m3_scales_cannot_hold_is_refused_before_it_is_stored() -> None:
+    pages = make_pages("nvfp4", num_pages=1, heads=1, head_dim=32)
+    with pytest.raises(ValueError, match="needs the scale 500, E4M3 ends at 448"):
+        write_kv_pages(pages, np.full((1, 1, 32), 3000, np.float32), np.array([0]))
+    assert not any(a.any() for a in pages.arrays())
+
+
 @pytest.mark.parametrize("pair", KV_PAIRS, ids="/".join)
 def test_copy_page_copies_every_layer_and_array(pair: tuple[str, str]) -> None:
     cache = KVCache(2, 3, 4, 2, 32, KVCacheConfig(*pair))
@@ -92,6 +99,7 @@ def test_bytes_per_token_by_hand() -> None:
     # 8 heads of 128: 1,024 elements each of K and V. fp4: half a byte, and 2 bytes for every 32.
     assert kv_bytes_per_token(KVCacheConfig("bf16", "bf16"), 8, 128) == 4096
     assert kv_bytes_per_token(KVCacheConfig("fp4", "fp4"), 8, 128) == 2 * (512 + 64)
+    assert kv_bytes_per_token(KVCacheConfig("mxfp4", "nvfp4"), 8, 128) == 2 * (512 + 32)
     assert kv_bytes_per_token(KVCacheConfig("fp8", "int4_asym"), 8, 128) == 1024 + 64 + 512 + 96
 
 
@@ -121,6 +129,9 @@ def test_a_group_that_does_not_divide_head_dim_is_refused_with_what_would_fit() 
         UnsupportedModel, match=r"fp4.*head_dim = 80.*group_size = 32.*group_size 16"
     ):
         KVCache(1, 1, 16, 1, 80, KVCacheConfig("bf16", "fp4"))
+    for name in ("mxfp4", "nvfp4"):
+        with pytest.raises(UnsupportedModel, match=rf"{name}: head_dim = 80 .*group_size 16$"):
+            KVCache(1, 1, 16, 1, 80, KVCacheConfig(name, "bf16"))
     with pytest.raises(UnsupportedModel, match="use fp32 or bf16"):
         KVCache(1, 1, 16, 1, 24, KVCacheConfig("fp4", "fp4", 16))
     assert KVCache(1, 1, 16, 1, 80, KVCacheConfig("bf16", "fp32")).nbytes > 0

@@ -73,6 +73,8 @@ def test_layers_without_a_kernel(spec: ModelSpec, message: str) -> None:
         ({"stored": {"attention": "mixed"}}, "no GPU kernel reads mixed weights"),
         ({"stored": {"table": "fp32"}}, "reads a table in bf16, this checkpoint has fp32"),
         ({"kv": "fp8"}, "kv_cache fp8 .* no GPU kernel"),
+        ({"kv": "mxfp4"}, "kv_cache mxfp4 .* no GPU kernel"),
+        ({"kv": ("bf16", "nvfp4")}, "kv_cache nvfp4 .* use bf16, or fp4 with groups of 32"),
         ({"kv": "fp4:rotated"}, "kv_cache fp4:rotated has no GPU kernel"),
         ({"kv": "fp4+"}, r"kv_cache fp4\+ has no GPU kernel yet, since none reads windows"),
         ({"kv": KVCacheConfig("fp4", "fp4", 16)}, "group_size 16"),

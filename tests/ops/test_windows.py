@@ -7,7 +7,7 @@ import pytest
 
 from npmoe.ops.attention import paged_attention, paged_attention_ref
 from npmoe.ops.quantize import KVCopies, KVPages, read_kv_copies, read_kv_pages, write_kv_pages
-from tests.cases import ATTENTION, AttentionCase
+from tests.cases import ATTENTION, FOUR_BIT, AttentionCase
 from tests.helpers import by_name, make_pages, normal, relative_error
 
 both = pytest.mark.parametrize("attention", [paged_attention, paged_attention_ref])
@@ -18,7 +18,7 @@ def with_copies(
 ) -> KVPages:
     """The same pages, with a page of copies for each slot; what no token has written is poison."""
     heads, width = pages.codes.shape[1], pages.codes.shape[3]
-    dim = 2 * width if pages.format in ("int4", "fp4") else width
+    dim = 2 * width if pages.format in FOUR_BIT else width
     copies = make_pages(copy_format, num_slots, heads, dim, first + recent + most_new)
     copies.codes[:] = 0x7F if copy_format == "fp8" else 0x7FC0  # NaN
     return replace(pages, copies=KVCopies(replace(copies, rotated=pages.rotated), first, recent))
@@ -170,7 +170,10 @@ class Case:
 @by_name(ATTENTION)
 @pytest.mark.parametrize(
     ("kv", "copy_format", "first", "recent", "rotated"),
-    [("fp4", "bf16", 4, 8, True), ("int8", "fp8", 0, 1, False), ("fp4", "bf16", 3, 64, False)],
+    [
+        *[("fp4", "bf16", 4, 8, True), ("int8", "fp8", 0, 1, False), ("fp4", "bf16", 3, 64, False)],
+        *[("mxfp4", "fp8", 2, 5, False), ("nvfp4", "bf16", 4, 8, True)],
+    ],
 )
 def test_agrees_with_the_definition(
     case: AttentionCase,
