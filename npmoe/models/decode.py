@@ -150,7 +150,12 @@ class DecodeStep:
         assert isinstance(a, AttentionSpec)
         wanted = self.blocks // a.num_kv_heads
         if self.cluster == LONG_CLUSTER:
-            wanted = max(wanted, min(self._split.beside * wanted, LONG_SPLITS))
+            stream = self._expert_stream(0)
+            # Behind experts_qkv, which leaves no room beside it, both blocks of a cluster may come
+            # to lie on the first multiprocessor that is free; then all shall be full.
+            full = stream is not None and stream.qkv is not None
+            both = self._split.beside * wanted
+            wanted = both if full else max(wanted, min(both, LONG_SPLITS))
         wanted = self.tuning.splits or wanted
         return self.cluster * min(max(1, wanted // self.cluster), MAX_CLUSTERS)
 

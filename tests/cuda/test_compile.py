@@ -111,6 +111,19 @@ def all_steps(known: dict[str, str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("step", params)
 
 
+def test_long_contexts_fill_the_gpu() -> None:
+    """32 parts a head; but behind the experts' kernel, beside which nothing fits, as many as there
+    is room for."""
+
+    def grids(weights: str, kv: str) -> list[tuple[int, ...]]:
+        found = launches(QWEN, weights, kv, 1, True, 132, H200.shared)
+        return [x.grid for x in found if x.kernel.name == "attention"]
+
+    assert grids("fp4", "fp4") == [(32, 4, 1)] * 4
+    assert grids("bf16", "fp4") == [(32, 4, 1)] * 2 + [(66, 4, 1)] * 2
+    assert grids("bf16", "bf16") == [(32, 4, 1)] * 4
+
+
 @needs_nvrtc
 @all_steps(SPILLS)
 def test_no_spills_and_few_registers(step: tuple[GPU, Shape, str, Format, int]) -> None:
