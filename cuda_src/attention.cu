@@ -25,7 +25,7 @@
 // chunks, while it scores the next. Each team then writes its sums into the shared memory of its
 // cluster's blocks, to each the outputs that it combines. Where there are several clusters a head, they hand
 // over their shares, and each combines a part of the outputs, or, unless SCATTERED, the last to be that far all.
-// Dynamic shared memory: WARPS STAGES PLACE_BYTES; PLACE_BYTES as npmoe/models/stream.py counts it:
+// Dynamic shared memory: WARPS STAGES PLACE_BYTES; PLACE_BYTES as npmoe/models/attention_split.py counts:
 // CHUNK rows of K and of V, and their scales.
 // Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT,
 // KV_GROUP (32), CLUSTER (1, 2, 4 or 8), WARPS (multiples of D / 32, up to 16), STAGES (2 or more), LEAST (a

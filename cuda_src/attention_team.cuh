@@ -10,13 +10,14 @@
 
 constexpr float LIFT = V_SCALED ? 2.f : 0.f, SLACK = V_SCALED ? 1.f : 0.f;
 
-// What the warps of a team tell each other of their chunks.
+// What the warps of a team tell each other of their chunks. Where a lane has one head, of heads 4 to 7 nothing is told;
+// what is read of them goes nowhere.
 struct Weighed {
   // B operands of `mix`: times scales of each group; or 16-bit numbers, then what they leave.
   static constexpr int PARTS = V_SCALED ? GROUPS : 2;
   uint2 weights[TEAM][PARTS][32];
-  float level[TEAM][8];  // of each head, if it was raised, and with the last chunk: weights are relative to 2^level
-  float total[TEAM][8];  // of all weights of a warp, with its last chunk
+  float level[TEAM][8];  // of each head, if it was raised, and with the last chunk
+  float total[TEAM][8];  // of all weights of a warp, relative to its level, with its last chunk
   struct alignas(TEAM * 4) Raised {
     u32 of[TEAM];  // not 0: some level is not what the team has reached
   } raised;
@@ -51,7 +52,7 @@ __device__ __forceinline__ void tell_weights(SharedAt to, const LaneRows& rows, 
 }
 
 // A warp's part in weighing the chunks of its team. Chunks are named by where they lie: `at` bytes behind this warp's
-// first place. turn: bytes to what is told with a chunk, behind the team's first Weighed; see Weighed.
+// first place. turn: by how many bytes what is told with a chunk lies behind the team's first Weighed.
 struct Weigher {
   const LaneRows rows;
   const Query query;

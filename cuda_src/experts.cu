@@ -24,6 +24,8 @@
 //   chosen_ids int32 [tokens][TOP_K]                out of gate_up, EMPTY before its launch, in of down
 //   router_logits float32 [tokens][EXPERTS]         in
 //   norm     float32 [HIDDEN]                       in
+//   projected float32 [qkv_rows]                    out of experts_qkv; w_qkv u8 records [qkv_rows / 16]
+//            [HIDDEN / 128] of W_FORMAT, qkv_bias float32 [qkv_rows] or null, qkv_norm float32 [HIDDEN]: in
 //   pair_out float32 [TOKENS][TOP_K][HIDDEN]        out of grouped_down, in of combine
 //   topk_weights float32 [TOKENS][TOP_K]            in of grouped_gate_up: weight_k
 //   expert_counts int32 [EXPERTS], expert_offsets int32 [EXPERTS + 1], sorted_pair_ids int32
@@ -409,7 +411,7 @@ CPU_KERNEL(grouped_gate_up)
 
 // What grouped_gate_up has written of some pairs.
 struct OfPairs {
-  static constexpr bool LATER = false;
+  static constexpr bool LATER_PASS = false;
   typedef float4 Loaded;
   const float* hidden;
   const int* pairs;

@@ -85,7 +85,7 @@ struct Ring {};
 
 // Activations that the kernel before has written: 4 columns a lane of one slice.
 struct Plain {
-  static constexpr bool LATER = false;  // a pass after another
+  static constexpr bool LATER_PASS = false;  // a pass after another
   typedef float4 Loaded;
   const float* x;
   int slices;
@@ -98,7 +98,7 @@ struct Plain {
 
 // Activations that blocks of this kernel hand over; one token.
 struct HandedOver {
-  static constexpr bool LATER = true;
+  static constexpr bool LATER_PASS = true;
   typedef uint4 Loaded;
   const float* x;
   __device__ __forceinline__ const float* at(int slice) const {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
   // With few slices a warp's activations stay in registers.
   constexpr bool HOLD = !WINDOW && EACH * SETS <= (PRODUCERS ? 2 : 1) && (LEAST == MOST || EACH == 1);
   constexpr int HELD = HOLD ? EACH : 1;
-  u32 thread = Source::LATER ? kept(threadIdx.x) : threadIdx.x;  // computes anew what takes registers to keep
+  u32 thread = Source::LATER_PASS ? kept(threadIdx.x) : threadIdx.x;  // computes anew what takes registers to keep
   int lane = thread & 31, warp = thread >> 5;
   // [slice][2 tokens][t][group]: 16 bytes, two steps of a group, of column 2 token + (0 head, 1
   // rest). Groups are turned so that lanes that read together are on different banks.

@@ -15,10 +15,11 @@ import numpy as np
 from npmoe.dtypes import Array
 from npmoe.formats.fragments import COLUMNS, ROWS
 from npmoe.formats.quant_tensor import CODES_PER_BYTE, QuantTensor
+from npmoe.models.attention_split import AttentionSplit
 from npmoe.models.decode_spec import check_decode_spec
 from npmoe.models.grouped import GroupedExperts
 from npmoe.models.specs import AttentionSpec, ExpertSpec, ModelSpec
-from npmoe.models.stream import BLOCK_BYTES, W_CODES, AttentionSplit, ExpertStream, Stream
+from npmoe.models.stream import BLOCK_BYTES, W_CODES, ExpertStream, Stream
 from npmoe.ops.quantize import KVPages
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
 from npmoe.ops.sampler import Sampler
@@ -35,15 +36,15 @@ class Tuning:
     """Launch shapes that change results by rounding only. splits: parts of the context that an
     attention head is spread over, rounded down to whole clusters; None fills the GPU. blocks:
     thread blocks of a weight kernel, at most one a multiprocessor, which is what None takes.
-    one_kernel: a single token's experts run in one kernel where that exists. followed: that kernel
-    runs the next layer's qkv too, where formats agree. grouped: experts of several tokens are read
-    once, whoever chose them; None leaves it to their size. pairs_at_once: of the tokens that chose
-    an expert, those for which its down projection is then read once."""
+    one_kernel: a single token's experts run in one kernel where that exists. qkv_with_experts: that
+    kernel runs the next layer's qkv too, where formats agree. grouped: experts of several tokens
+    are read once, whoever chose them; None leaves it to their size. pairs_at_once: of the tokens
+    that chose an expert, those for which its down projection is then read once."""
 
     splits: int | None = None
     blocks: int | None = None
     one_kernel: bool = True
-    followed: bool = True
+    qkv_with_experts: bool = True
     grouped: bool | None = None
     pairs_at_once: int = 8
 
@@ -116,6 +117,7 @@ class DecodeStep:
         self.partial = xp.full(shares, EMPTY, xp.uint32)
         self.arrived = xp.zeros(heads * CLUSTER, xp.uint32)
         self.sampler = Sampler(seqs, spec.vocab_size) if sampled else None
+        self._expert_streams = [self._expert_stream(i) for i in range(len(spec.layers))]
         if cos_sin is None:
             cos_sin = rotary_table(spec, block_table.shape[1] * cache[0][0].page_size)
         self.cos_sin = cos_sin
@@ -150,7 +152,7 @@ class DecodeStep:
         assert isinstance(a, AttentionSpec)
         wanted = self.blocks // a.num_kv_heads
         if self.cluster == LONG_CLUSTER:
-            stream = self._expert_stream(0)
+            stream = self._expert_streams[0]
             # Behind experts_qkv, which leaves no room beside it, both blocks of a cluster may come
             # to lie on the first multiprocessor that is free; then all shall be full.
             full = stream is not None and stream.qkv is not None
@@ -207,7 +209,7 @@ class DecodeStep:
     def _layer(self, i: int) -> None:
         w, mlp = self._weights(i), self.spec.layers[i].mlp
         assert isinstance(mlp, ExpertSpec)
-        before = self._expert_stream(i - 1) if i else None
+        before = self._expert_streams[i - 1] if i else None
         if before is None or before.qkv is None:
             self._qkv(w, before)
         self._attention(i, w)
@@ -233,7 +235,7 @@ class DecodeStep:
             weights = w["gate_up_proj"], w["down_proj"]
             self.grouped.enqueue(self.x, self.router_logits, norm, self.spec.eps, *weights)
             return
-        macros, together = self._expert_macros(w, mlp), self._expert_stream(i)
+        macros, together = self._expert_macros(w, mlp), self._expert_streams[i]
         if together is None:
             self._experts(w, mlp, macros)
         else:
@@ -332,7 +334,7 @@ class DecodeStep:
         if all(stream.resident for stream in streams):
             return None  # down asks for its weights beside gate_up
         sizes = self.spec.hidden_size, down.shape[-1], mlp.router.top_k
-        qkv = self.weights.get(f"layers.{i + 1}.qkv_proj") if self.tuning.followed else None
+        qkv = self.weights.get(f"layers.{i + 1}.qkv_proj") if self.tuning.qkv_with_experts else None
         rows = qkv.shape[0] if qkv is not None and qkv.format == down.format else 0
         limits = self.blocks, self.shared_bytes
         found = ExpertStream.fit(gate_up.format, *sizes, *limits, rows)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from npmoe.config import RopeConfig
+from npmoe.models.attention_split import AttentionSplit
 from npmoe.models.decode import EMPTY, KV_CODES
-from npmoe.models.stream import AttentionSplit
 from npmoe.ops.attention import paged_attention_ref
 from npmoe.ops.norm import rms_norm_ref
 from npmoe.ops.quantize import (

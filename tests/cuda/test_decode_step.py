@@ -156,7 +156,7 @@ def test_experts_in_one_kernel_or_two(weights: str | WeightsPolicy) -> None:
     logits = []
     for tuning, between, last in (
         (decode.Tuning(one_kernel=False), [*two, "qkv"], two),
-        (decode.Tuning(followed=False), [*one, "qkv"], one),
+        (decode.Tuning(qkv_with_experts=False), [*one, "qkv"], one),
         (decode.Tuning(), followed, one),
     ):
         cache, tables = make_cache("bf16", 1), np.arange(PAGES_EACH, dtype=np.int32)[None]

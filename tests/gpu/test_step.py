@@ -114,7 +114,7 @@ def test_steps_of_large_experts_agree_with_numpy(weights, kv, context, followed)
     small = {"CHUNK_BYTES": chunk, "NARROW_CHUNK_BYTES": chunk}
     small |= dict.fromkeys(("RING_BYTES", "NARROW_EXPERT_RING_BYTES"), 4 * (chunk + 16))
     with patch.multiple(stream, **small):
-        tuning = Tuning(blocks=3, followed=followed)
+        tuning = Tuning(blocks=3, qkv_with_experts=followed)
         step = check_steps(tiny_spec(128, kv_heads=1), weights, kv, 1, context, tuning)
         with recorded() as launches:
             step.enqueue()

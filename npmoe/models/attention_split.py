@@ -1,0 +1,53 @@
+"""How attention shares a context between warps: the macros of cuda_src/attention.cu, its memory."""
+
+from dataclasses import dataclass
+
+CHUNK_TOKENS, TEAM_ELEMENTS = 16, 32
+ATTENTION_BYTES, TEAM_BYTES, ATTENTION_STATIC_BYTES = 132_000, 13_000, 6_000
+"""Tokens that a warp of attention takes at a time, elements of a head that each warp of a team
+mixes; shared memory for chunks, and at most that of fixed arrays, for each team and besides."""
+
+
+@dataclass(frozen=True)
+class AttentionSplit:
+    """How attention shares a context between warps: the macros of cuda_src/attention.cu.
+
+    warps: of a block. stages: chunks of 16 tokens in a warp's ring. shared: dynamic shared memory
+    of a block in bytes. least: tokens that a block takes at least. beside: blocks that fit on a
+    multiprocessor together, 1 or 2.
+    """
+
+    warps: int
+    stages: int
+    shared: int
+    least: int
+    beside: int
+
+    @classmethod
+    def fit(cls, head_dim: int, key: str, value: str, shared_bytes: int) -> "AttentionSplit":
+        """For heads of this size and formats, on a GPU whose blocks can have `shared_bytes`."""
+        stage = 0
+        for name in (key, value):
+            row = head_dim // 2 + head_dim // 16 if name == "fp4" else 2 * head_dim
+            stage += CHUNK_TOKENS * row
+        stage = -(-stage // 128) * 128
+        team = head_dim // TEAM_ELEMENTS
+        warps, stages = next(
+            (w, s)
+            for w in (8, 4, 2)
+            for s in (3, 2)
+            if w * s * stage <= min(ATTENTION_BYTES, shared_bytes - _fixed(w // team))
+            or (w, s) == (team, 2)
+        )
+        shared = warps * stages * stage
+        two = 2 * (shared + _fixed(warps // team)) <= shared_bytes
+        return cls(warps, stages, shared, warps * CHUNK_TOKENS, 1 + two)
+
+    def macros(self) -> dict[str, int]:
+        """What the kernel must know of this."""
+        return {"WARPS": self.warps, "STAGES": self.stages, "LEAST": self.least}
+
+
+def _fixed(teams: int) -> int:
+    """Most bytes of fixed arrays of an attention block with so many teams."""
+    return ATTENTION_STATIC_BYTES + teams * TEAM_BYTES
