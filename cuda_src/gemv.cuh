@@ -6,8 +6,9 @@
 // With BULK, weights pass through a ring of STAGES chunks in shared memory. A chunk is a run of
 // records that follow one another in memory: one of the PARTS of a row tile (of one expert, in the
 // experts' down projection).
-// Numerics: bf16 products; float32 sums over a group on the tensor core, then groups in order, then
-// the warps of a block: FINISHERS runs of them in order, then those by a butterfly.
+// Numerics: bf16 products; float32 sums over a group on the tensor core, then groups in order, or, with
+// groups apart, slices in order and then the four groups by a butterfly; then the warps of a block: FINISHERS
+// runs of them in order, then those by a butterfly.
 #pragma once
 #include "weight_formats.cuh"
 
@@ -52,6 +53,8 @@ struct Pass {
   static constexpr int SLICES = SLICES_, CHUNKS = CHUNKS_, MAX_TOKENS = MAX_TOKENS_, TOGETHER = TOGETHER_;
   static constexpr int SIDE_BY_SIDE = SIDE_BY_SIDE_, WINDOW = WINDOW_, SETS_OF_SUMS = SETS_OF_SUMS_;
   static constexpr bool NORM = NORM_;
+  // Groups apart: see `multiply`.
+  static constexpr bool APART = Weights<W_FORMAT>::GROUPS_A_SCALE == 1 && MAX_TOKENS == 1 && SIDE_BY_SIDE == 2;
   static constexpr int ALL = SLICES * CHUNKS, SETS = (MAX_TOKENS + 3) / 4;
   static constexpr int EACH = (ALL + WARPS - 1) / WARPS;  // slices of a warp
   static constexpr int AT_ONCE = WINDOW ? WINDOW : EACH < 6 ? EACH : 4;
@@ -210,21 +213,34 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
   __syncthreads();  // every warp asks chunk()
 #endif
 
-  const uint4* home = staged + column * 16 + t * 4;
+  const uint4* home = staged + (P::APART ? column % 2 : column) * 16 + t * 4;
   int turn = t >> 1 ^ column % 2 * 2;
   typedef uint4 Slice[SETS][4];  // the B operand of a slice
   auto take = [&](Slice& b, int place) {
 #pragma unroll
     for (int set = 0; set < SETS; set++)
-      if (set * 8 + column < 2 * tokens)
+      if (P::APART || set * 8 + column < 2 * tokens)
 #pragma unroll
-        for (int g = 0; g < 4; g++) b[set][g] = home[place * SLICE_STEP + set * 128 + (g ^ turn)];
+        for (int g = 0; g < 4; g++) {
+          const uint4* operand = home + place * SLICE_STEP + set * 128 + (g ^ turn);
+          if (P::APART)
+            load_shared_if(column / 2 == g, b[set][g], operand);
+          else
+            b[set][g] = *operand;
+        }
   };
   Slice b[HELD] = {};
 #pragma unroll
   for (int e = 0; e < HELD; e++)
     if (HOLD && P::has(warp + e * WARPS, 1)) take(b[e], warp + e * WARPS);
   auto keep = [&](const float4(&sums)[SETS], float* results, int batch) {
+    if (P::APART) {  // four lanes have a group each: the first gets row g of all, the second row g + 8
+      float low = sums[0].x + sums[0].y, high = sums[0].z + sums[0].w;
+      float sum = (t % 2 ? high : low) + __shfl_xor_sync(ALL_LANES, t % 2 ? low : high, 1);
+      sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+      if (t < 2) results[(batch * WARPS + warp) * TILE + column + 8 * t] = sum * RESULT_SCALE;
+      return;
+    }
 #pragma unroll
     for (int set = 0; set < SETS; set++) {
       int token = set * 4 + t;
@@ -258,7 +274,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
 #pragma unroll
           for (int i = 0; i < PAIR; i++)
             if (j + i < TOGETHER && j + i < tiles)
-              multiply<SETS>(sums[i], resident_record(j + i, u), load_shared, b[HOLD ? e : 0]);
+              multiply<SETS, P::APART>(sums[i], resident_record(j + i, u), load_shared, b[HOLD ? e : 0]);
         }
       }
 #pragma unroll
@@ -306,9 +322,9 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
             for (int i = 0; i < SIDE_BY_SIDE; i++) {
 #if BULK
               const u8* record = ring.start + places[i] * PLACE_BYTES + l * RECORD_BYTES;
-              multiply<SETS>(sums[i], record, load_shared, b[at]);
+              multiply<SETS, P::APART>(sums[i], record, load_shared, b[at]);
 #else
-              multiply<SETS>(sums[i], chunk(next + i, part) + l * RECORD_BYTES, load_stream, b[at]);
+              multiply<SETS, P::APART>(sums[i], chunk(next + i, part) + l * RECORD_BYTES, load_stream, b[at]);
 #endif
             }
             if (SLICES != WARPS) l += WARPS;

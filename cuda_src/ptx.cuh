@@ -139,6 +139,14 @@ __device__ __forceinline__ uint4 load_stream(const void* p) {
                : "l"(p));
   return v;
 }
+// 16 bytes of shared memory if `there`; else v stays. The compiler would branch.
+__device__ __forceinline__ void load_shared_if(bool there, uint4& v, const uint4* p) {
+  asm volatile("{ .reg .pred there; setp.ne.u32 there, %4, 0;\n"
+               "@there ld.shared.v4.u32 {%0,%1,%2,%3}, [%5]; }"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "r"(static_cast<u32>(there)), "r"(static_cast<u32>(__cvta_generic_to_shared(p)))
+               : "memory");
+}
 // Brings the line of an address into L2, without a register to wait for.
 __device__ __forceinline__ void prefetch(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
@@ -422,6 +430,9 @@ inline uint4 load_stream(const void* p) {
   uint4 v;
   memcpy(&v, p, 16);
   return v;
+}
+inline void load_shared_if(bool there, uint4& v, const uint4* p) {
+  if (there) v = *p;
 }
 struct SharedAt {
   u8* address;

@@ -70,7 +70,8 @@ struct OffsetOperands : Operands {
 //   GROUPS_A_SCALE: 1: each group has its scales; 4: the record has one for each row; 0: there are none
 //   Weights(record, load): reads what goes with the codes
 //   decode(group, load): the operands of a group
-//   scale(group): of rows g and g + 8
+//   scale(group, load): of rows g and g + 8
+//   own_scale(), where each group has its scales: the same of group t
 template <int FORMAT>
 struct Weights;
 
@@ -98,7 +99,8 @@ struct Weights<W_BF16> : Record {
     uint4 w = load(record + (2 * group + 1) * 512 + lane * 16);
     return {make_uint4(v.x, w.x, v.y, w.y), make_uint4(v.z, w.z, v.w, w.w)};
   }
-  __device__ __forceinline__ float2 scale(int) const { return make_float2(1.f, 1.f); }
+  template <class Load>
+  __device__ __forceinline__ float2 scale(int, Load) const { return make_float2(1.f, 1.f); }
 };
 
 // Operands are the value times 2^-120: E4M3 bits in the middle of a bf16's.
@@ -116,7 +118,8 @@ struct Weights<W_FP8> : Record {
     return {make_uint4(outer(v.x), outer(v.z), inner(v.x), inner(v.z)),
             make_uint4(outer(v.y), outer(v.w), inner(v.y), inner(v.w))};
   }
-  __device__ __forceinline__ float2 scale(int) const { return scales; }
+  template <class Load>
+  __device__ __forceinline__ float2 scale(int, Load) const { return scales; }
   static __device__ __forceinline__ u32 outer(u32 v) { return v & 0x87F087F0u; }
   static __device__ __forceinline__ u32 inner(u32 v) {
     return (__funnelshift_r(v, v, 4) & 0x87808780u) | ((v << 4) & 0x00700070u);
@@ -162,10 +165,14 @@ struct HalfScales : Codes {
   static constexpr int GROUPS_A_SCALE = 1;
   uint4 scales;
   template <class Load>
-  __device__ __forceinline__ HalfScales(const u8* record, Load load)
-      : Codes(record), scales(load(record + 1024 + this->g * 16)) {}
-  __device__ __forceinline__ float2 scale(int group) const {
+  __device__ __forceinline__ HalfScales(const u8* record, Load) : Codes(record) {}
+  template <class Load>
+  __device__ __forceinline__ float2 scale(int group, Load load) {
+    if (group == 0) scales = load(this->record + 1024 + this->g * 16);
     return floats(group == 0 ? scales.x : group == 1 ? scales.y : group == 2 ? scales.z : scales.w);
+  }
+  __device__ __forceinline__ float2 own_scale() const {
+    return floats(this->template read<u32>(1024 + this->lane * 4));
   }
 };
 
@@ -182,8 +189,13 @@ struct Weights<W_MXFP4> : E2M1 {
   template <class Load>
   __device__ __forceinline__ Weights(const u8* record, Load)
       : E2M1(record), scales(read<uint2>(1024 + g * 8)) {}
-  __device__ __forceinline__ float2 scale(int group) const {
+  template <class Load>
+  __device__ __forceinline__ float2 scale(int group, Load) const {
     return make_float2(power(scales.x, group), power(scales.y, group));
+  }
+  __device__ __forceinline__ float2 own_scale() const {
+    int at = 1024 + g * 8 + lane % 4;
+    return make_float2(power(read<u8>(at), 0), power(read<u8>(at + 4), 0));
   }
   // 2^(code - 127): the code is a float's exponent.
   static __device__ __forceinline__ float power(u32 codes, int i) {
@@ -209,7 +221,8 @@ struct Weights<W_NVFP4> : E2M1 {
     u32 low = block_scale(scales.x, group), high = block_scale(scales.y, group);
     return {scaled(a.first, low, high), scaled(a.second, low, high)};
   }
-  __device__ __forceinline__ float2 scale(int) const {
+  template <class Load>
+  __device__ __forceinline__ float2 scale(int, Load) const {
     return make_float2(global_scale, global_scale);
   }
   // E4M3 code i in both halves, times 2^7: bits 10-4 of a bf16 are the value times 2^-120.
@@ -280,19 +293,26 @@ constexpr float RESULT_SCALE = Weights<W_FORMAT>::RESULT_SCALE;
 
 // Adds one record times one slice of activations. sums: rows g (x, y) and g + 8 (z, w) with the head
 // and the rest of token t. b: [set of 4 tokens][group] two steps of the B operand.
-template <int SETS, class Load>
+// One token leaves six columns of B empty. With groups APART, the head and rest of group g are columns 2 g and
+// 2 g + 1, which are zero at other groups: all groups are one run of products, scaled once, and `sums` of lane t are
+// those of group t. Of these eight products each waits for the one before, so it pays with two records side by side.
+template <int SETS, bool APART, int FORMAT = W_FORMAT, class Load>
 __device__ __forceinline__ void multiply(float4 (&sums)[SETS], const u8* record, Load load,
                                          const uint4 (&b)[SETS][4]) {
-  using Format = Weights<W_FORMAT>;
+  using Format = Weights<FORMAT>;
   constexpr bool SCALED = Format::GROUPS_A_SCALE > 0;
-  constexpr int TOGETHER = SCALED ? Format::GROUPS_A_SCALE : 1;
+  constexpr int TOGETHER = APART ? 4 : SCALED ? Format::GROUPS_A_SCALE : 1;
   Format weights(record, load);
 #pragma unroll
   for (int group = 0; group < 4; group += TOGETHER) {
     decltype(weights.decode(group, load)) a[TOGETHER];
 #pragma unroll
     for (int i = 0; i < TOGETHER; i++) a[i] = weights.decode(group + i, load);
-    float2 scale = weights.scale(group);
+    float2 scale;
+    if constexpr (APART)
+      scale = weights.own_scale();
+    else
+      scale = weights.scale(group, load);
 #pragma unroll
     for (int set = 0; set < SETS; set++) {
       float4& sum = sums[set];

@@ -112,7 +112,8 @@ class DecodeStep:
         heads = seqs * a.num_kv_heads
         k, v = cache[0]
         self._split = AttentionSplit.fit(a.head_dim, k.format, v.format, self.shared_bytes)
-        self.fused, self.cluster = True, CLUSTER if self.bulk else 1
+        self.fused, self.head = True, True
+        self.cluster, self.short = CLUSTER if self.bulk else 1, False
         shares = 2 * seqs * a.num_heads * a.head_dim * MAX_CLUSTERS
         self.partial = xp.full(shares, EMPTY, xp.uint32)
         self.arrived = xp.zeros(heads * CLUSTER, xp.uint32)
@@ -129,20 +130,31 @@ class DecodeStep:
         projections = weights["layers.0.gate_up_proj"], weights["layers.0.down_proj"]
         return sum(p.codes[0].nbytes for p in projections) >= GROUPED_BYTES
 
-    def for_prompts(self) -> "DecodeStep":
+    def for_prompts(self, head: bool = True) -> "DecodeStep":
         """The same step on the same buffers, whose rows may be tokens of one sequence, each with
-        the length that it ends: keys and values are stored before any row attends."""
+        the length that it ends: keys and values are stored before any row attends.
+
+        head: with logits; without them the step ends behind the last layer.
+        """
         step = copy(self)
-        step.fused = False
+        step.fused, step.head = False, head
         return step
 
     def for_context(self, length: int) -> "DecodeStep":
-        """The same step on the same buffers, for sequences of up to about `length` tokens: from
-        LONG_CONTEXT on attention spreads over more multiprocessors, in smaller clusters."""
+        """The same step on the same buffers, for sequences of up to about `length` tokens: up to
+        `short_context` attention begins no blocks that would find nothing to do, and from
+        LONG_CONTEXT on it spreads over more multiprocessors, in smaller clusters."""
         step = copy(self)
         if self.bulk:
-            step.cluster = LONG_CLUSTER if length >= LONG_CONTEXT else CLUSTER
+            long = length >= LONG_CONTEXT
+            step.cluster = LONG_CLUSTER if long else CLUSTER
+            step.short = not long and length <= self.short_context
         return step
+
+    @property
+    def short_context(self) -> int:
+        """Most tokens that one cluster of attention takes, whatever it could be spread over."""
+        return CLUSTER * self._split.least if self.bulk else 0
 
     @property
     def splits(self) -> int:
@@ -158,7 +170,7 @@ class DecodeStep:
             full = stream is not None and stream.qkv is not None
             both = self._split.beside * wanted
             wanted = both if full else max(wanted, min(both, LONG_SPLITS))
-        wanted = self.tuning.splits or wanted
+        wanted = self.tuning.splits or (self.cluster if self.short else wanted)
         return self.cluster * min(max(1, wanted // self.cluster), MAX_CLUSTERS)
 
     def with_sampler(self, sampler: Sampler) -> "DecodeStep":
@@ -186,23 +198,8 @@ class DecodeStep:
         for i in range(len(self.spec.layers)):
             with nvtx.annotate(f"layer {i}"):
                 self._layer(i)
-        head = w["lm_head"]
-        function, threads, shared = self._gemv("lm_head", head)
-        launch(
-            function,
-            (self.blocks,),
-            threads,
-            self.logits,
-            self.best,
-            head.codes,
-            self.x,
-            w["norm"],
-            head.codes.shape[0] * ROWS,
-            self.spec.vocab_size,
-            self.num_seqs,
-            self.spec.eps,
-            shared=shared,
-        )
+        if self.head:
+            self._head()
         if self.sampler is not None:
             self.sampler.enqueue(self.best, self.logits, self.seq_lens)
 
@@ -240,6 +237,25 @@ class DecodeStep:
             self._experts(w, mlp, macros)
         else:
             self._experts_in_one(i, macros, together)
+
+    def _head(self) -> None:
+        head = self.weights["lm_head"]
+        function, threads, shared = self._gemv("lm_head", head)
+        launch(
+            function,
+            (self.blocks,),
+            threads,
+            self.logits,
+            self.best,
+            head.codes,
+            self.x,
+            self.weights["norm"],
+            head.codes.shape[0] * ROWS,
+            self.spec.vocab_size,
+            self.num_seqs,
+            self.spec.eps,
+            shared=shared,
+        )
 
     def _weights(self, i: int) -> dict[str, Any]:
         """Of layer i by name; None for what it has not."""

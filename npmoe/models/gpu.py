@@ -42,14 +42,15 @@ BUCKETS = (1, 2, 4, 8)
 class Kind:
     """What a captured step does: one token each of up to `bucket` sequences.
 
-    sampled: a sampler chooses. prompt: rows may be tokens of one sequence. long: a sequence has
-    LONG_CONTEXT tokens or more.
+    context: the step is for sequences of at least so many tokens. sampled: a sampler chooses.
+    prompt: rows may be tokens of one sequence. head: with logits; most steps of a prompt need none.
     """
 
     bucket: int
+    context: int = 1
     sampled: bool = False
     prompt: bool = False
-    long: bool = False
+    head: bool = True
 
 
 def check_gpu_support(
@@ -211,11 +212,11 @@ class GpuModel:
         self._scratch_page = cache[0][0].codes.shape[0] - 1
         self._steps.clear()
         self._buffers.clear()
-        self._can_be_long = max_pages * cache[0][0].page_size >= LONG_CONTEXT
         self._stream = xp.cuda.Stream(non_blocking=True)
         self._tables = xp.full((BUCKETS[-1], max_pages), self._scratch_page, np.int32)
         self._tables[0, 0] = self._scratch_page  # compiles what `enqueue` needs
-        self._cos_sin = rotary_table(self.spec, max_pages * cache[0][0].page_size)
+        longest = max_pages * cache[0][0].page_size
+        self._cos_sin = rotary_table(self.spec, longest)
         self._results = [
             _Results(
                 pinned_zeros(BUCKETS[-1], dtype=np.uint64),
@@ -224,8 +225,11 @@ class GpuModel:
             )
             for _ in range(2)
         ]
+        steps = 1, self._buffers_of(1).short_context + 1, LONG_CONTEXT
+        self._contexts = [length for length in dict.fromkeys(steps) if length <= longest]
         buckets = BUCKETS[: BUCKETS.index(_bucket(max_num_seqs)) + 1]
-        planned = [*map(Kind, buckets), Kind(BUCKETS[-1], prompt=True)]
+        prompt = Kind(BUCKETS[-1], prompt=True)
+        planned = [*map(Kind, buckets), prompt, replace(prompt, head=False)]
         self._compile(planned)
         for kind in planned:
             self._step(kind)
@@ -241,10 +245,11 @@ class GpuModel:
         for first in range(0, len(owners), BUCKETS[-1]):
             rows = list(range(first, min(first + BUCKETS[-1], len(owners))))
             sequences = owners[rows].tolist()
-            step, graph = self._step(self._kind(sequences, batch.positions[rows]))
+            wanted = [(i, place[row]) for i, row in enumerate(rows) if row in place]
+            kind = self._kind(sequences, batch.positions[rows], head=bool(wanted))
+            step, graph = self._step(kind)
             self._load(step, batch, sequences, rows)
             graph.replay()
-            wanted = [(i, place[row]) for i, row in enumerate(rows) if row in place]
             if wanted:
                 self._stream.synchronize()
             for i, at in wanted:
@@ -257,14 +262,13 @@ class GpuModel:
         self._choosers, self._enqueued, self._taken = choosers, 0, 0
         sampled = any(map(needs_sampler, choosers))
         self._longest = int(batch.positions.max()) + 1
-        kinds = [
-            Kind(_bucket(len(choosers)), sampled, long=long)
-            for long in ((False, True) if self._can_be_long else (False,))
-        ]
-        self._decoding = [self._step(kind) for kind in kinds]  # a first run writes: before _load
+        kinds = [Kind(_bucket(len(choosers)), context, sampled) for context in self._contexts]
+        self._decoding = {
+            k.context: self._step(k) for k in kinds
+        }  # a first run writes: before _load
         cupy().cuda.Stream.null.synchronize()  # page copies were made there
         rows = list(range(len(choosers)))
-        self._load(self._decoding[0][0], batch, rows, rows)
+        self._load(self._decoding[self._contexts[0]][0], batch, rows, rows)
         if self._sampler is not None and sampled:
             with self._stream:
                 self._sampler.set_rows(choosers)
@@ -272,8 +276,7 @@ class GpuModel:
     def enqueue(self, new_pages: Iterable[tuple[int, int, int]]) -> None:
         """Begins a step, and does not wait. new_pages: (sequence, index, page) for its tables."""
         assert self._enqueued - self._taken < len(self._results)
-        long = self._longest + self._enqueued >= LONG_CONTEXT
-        step, graph = self._decoding[int(long)]
+        step, graph = self._decoding[self._context(self._longest + self._enqueued)]
         results = self._results[self._enqueued % len(self._results)]
         with self._stream:
             for row, index, page in new_pages:
@@ -324,19 +327,22 @@ class GpuModel:
         """Compiles the kernels of these steps and of their variants, in threads."""
         with recorded(), collected() as wanted:
             for kind in planned:
-                self._new_step(kind).enqueue()
-                if self._can_be_long:
-                    self._new_step(replace(kind, long=True)).enqueue()
+                for context in self._contexts:
+                    self._new_step(replace(kind, context=context)).enqueue()
             self._new_step(replace(planned[0], sampled=True)).enqueue()
         compile_all(wanted)
 
-    @staticmethod
-    def _kind(sequences: list[int], positions: Array) -> Kind:
-        """Of a step whose rows are tokens of these sequences, at these positions."""
-        long = int(positions.max()) + 1 >= LONG_CONTEXT
+    def _kind(self, sequences: list[int], positions: Array, head: bool) -> Kind:
+        """Of a step whose rows are tokens of these sequences, at these positions; head: with
+        logits."""
+        context = self._context(int(positions.max()) + 1)
         if len(set(sequences)) < len(sequences):
-            return Kind(BUCKETS[-1], prompt=True, long=long)
-        return Kind(_bucket(len(sequences)), long=long)
+            return Kind(BUCKETS[-1], context, prompt=True, head=head)
+        return Kind(_bucket(len(sequences)), context)
+
+    def _context(self, length: int) -> int:
+        """The least number of tokens of the steps that sequences of `length` tokens take."""
+        return max(context for context in self._contexts if context <= length)
 
     def _step(self, kind: Kind) -> tuple[DecodeStep, Graph | Eager]:
         """The step and its graph. All kinds of a bucket share buffers."""
@@ -350,9 +356,9 @@ class GpuModel:
         return self._steps[kind]
 
     def _new_step(self, kind: Kind) -> DecodeStep:
-        step = self._buffers_of(kind.bucket).for_context(LONG_CONTEXT if kind.long else 1)
+        step = self._buffers_of(kind.bucket).for_context(kind.context)
         if kind.prompt:
-            step = step.for_prompts()
+            step = step.for_prompts(kind.head)
         if kind.sampled:
             if self._sampler is None:
                 self._sampler = Sampler(BUCKETS[-1], self.spec.vocab_size)

@@ -25,7 +25,10 @@ from tests.cuda.build import kernel, launch
 from tests.cuda.steps import NumPyAsCuPy, decode_on_cpu
 from tests.cuda.test_decode_step import PAGE, PAGES_EACH, SHAPE, make_weights
 
-LONG_CONTEXT = 6  # tokens from which a context counts as long: some become so on the way
+SHORT_CONTEXT, LONG_CONTEXT = (
+    4,
+    6,
+)  # up to which, and from which tokens on: some pass both on the way
 PROMPTS = [[3, 1], [15, 9, 2], [6]]
 
 
@@ -90,6 +93,7 @@ def gpu_on_cpu() -> Iterator[None]:
         decode_on_cpu(kernel, launch, True, multiprocessors=3),
         patch.object(sampler, "CLUSTER", 2),
         patch.object(decode, "LONG_CONTEXT", LONG_CONTEXT),
+        patch.object(decode.DecodeStep, "short_context", SHORT_CONTEXT),
         patch.object(GpuModel, "max_sampled_seqs", 2),
         patch.multiple(gpu, **replaced),
     ):
@@ -124,7 +128,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize(
-    ("each", "graphs"), [([GREEDY] * 3, 3), (MIXED, 5)], ids=["greedy", "mixed"]
+    ("each", "graphs"), [([GREEDY] * 3, 5), (MIXED, 8)], ids=["greedy", "mixed"]
 )
 def test_tokens_are_those_of_the_numpy_model(each: list[SamplingParams], graphs: int) -> None:
     """Three sequences are two groups, one of them with an unused row, until two are left."""
@@ -135,7 +139,7 @@ def test_tokens_are_those_of_the_numpy_model(each: list[SamplingParams], graphs:
         Graph.made = 0
         model, cache = GpuModel(SHAPE.spec(), on_device), make_cache(3)
         model.bind(cache.pages, 2, max_num_seqs=8)
-        assert Graph.made == 2  # decoding, and prompts
+        assert Graph.made == 3  # decoding, and prompts with and without logits
         got = run(model, cache, num_pages, each)
         assert Graph.made == graphs
     for a, b in zip(got, want, strict=True):
