@@ -112,8 +112,8 @@ class DecodeStep:
         heads = seqs * a.num_kv_heads
         k, v = cache[0]
         self._split = AttentionSplit.fit(a.head_dim, k.format, v.format, self.shared_bytes)
-        self.fused, self.head = True, True
-        self.cluster, self.short = CLUSTER if self.bulk else 1, False
+        self.fused, self.with_logits = True, True
+        self.cluster, self.one_cluster = CLUSTER if self.bulk else 1, False
         shares = 2 * seqs * a.num_heads * a.head_dim * MAX_CLUSTERS
         self.partial = xp.full(shares, EMPTY, xp.uint32)
         self.arrived = xp.zeros(heads * CLUSTER, xp.uint32)
@@ -130,14 +130,14 @@ class DecodeStep:
         projections = weights["layers.0.gate_up_proj"], weights["layers.0.down_proj"]
         return sum(p.codes[0].nbytes for p in projections) >= GROUPED_BYTES
 
-    def for_prompts(self, head: bool = True) -> "DecodeStep":
+    def for_prompts(self, with_logits: bool = True) -> "DecodeStep":
         """The same step on the same buffers, whose rows may be tokens of one sequence, each with
         the length that it ends: keys and values are stored before any row attends.
 
-        head: with logits; without them the step ends behind the last layer.
+        with_logits: or else the step ends behind the last layer.
         """
         step = copy(self)
-        step.fused, step.head = False, head
+        step.fused, step.with_logits = False, with_logits
         return step
 
     def for_context(self, length: int) -> "DecodeStep":
@@ -148,7 +148,7 @@ class DecodeStep:
         if self.bulk:
             long = length >= LONG_CONTEXT
             step.cluster = LONG_CLUSTER if long else CLUSTER
-            step.short = not long and length <= self.short_context
+            step.one_cluster = not long and length <= self.short_context
         return step
 
     @property
@@ -159,7 +159,8 @@ class DecodeStep:
     @property
     def splits(self) -> int:
         """Parts of the context that an attention head is spread over: by the model, the GPU, and
-        whether a sequence of the batch is long; results differ by rounding only."""
+        whether a sequence of the batch is long; results differ by rounding only. Where one cluster
+        takes all of it, by the blocks of that cluster, and results do not differ."""
         a = self.spec.layers[0].attention
         assert isinstance(a, AttentionSpec)
         wanted = self.blocks // a.num_kv_heads
@@ -170,7 +171,7 @@ class DecodeStep:
             full = stream is not None and stream.qkv is not None
             both = self._split.beside * wanted
             wanted = both if full else max(wanted, min(both, LONG_SPLITS))
-        wanted = self.tuning.splits or (self.cluster if self.short else wanted)
+        wanted = self.tuning.splits or (self.cluster if self.one_cluster else wanted)
         return self.cluster * min(max(1, wanted // self.cluster), MAX_CLUSTERS)
 
     def with_sampler(self, sampler: Sampler) -> "DecodeStep":
@@ -198,8 +199,8 @@ class DecodeStep:
         for i in range(len(self.spec.layers)):
             with nvtx.annotate(f"layer {i}"):
                 self._layer(i)
-        if self.head:
-            self._head()
+        if self.with_logits:
+            self._lm_head()
         if self.sampler is not None:
             self.sampler.enqueue(self.best, self.logits, self.seq_lens)
 
@@ -238,7 +239,7 @@ class DecodeStep:
         else:
             self._experts_in_one(i, macros, together)
 
-    def _head(self) -> None:
+    def _lm_head(self) -> None:
         head = self.weights["lm_head"]
         function, threads, shared = self._gemv("lm_head", head)
         launch(

@@ -43,14 +43,14 @@ class Kind:
     """What a captured step does: one token each of up to `bucket` sequences.
 
     context: the step is for sequences of at least so many tokens. sampled: a sampler chooses.
-    prompt: rows may be tokens of one sequence. head: with logits; most steps of a prompt need none.
+    prompt: rows may be tokens of one sequence. logits: most steps of a prompt need none.
     """
 
     bucket: int
     context: int = 1
     sampled: bool = False
     prompt: bool = False
-    head: bool = True
+    logits: bool = True
 
 
 def check_gpu_support(
@@ -225,11 +225,11 @@ class GpuModel:
             )
             for _ in range(2)
         ]
-        steps = 1, self._buffers_of(1).short_context + 1, LONG_CONTEXT
-        self._contexts = [length for length in dict.fromkeys(steps) if length <= longest]
         buckets = BUCKETS[: BUCKETS.index(_bucket(max_num_seqs)) + 1]
+        least = 1, self._buffers_of(buckets[0]).short_context + 1, LONG_CONTEXT
+        self._contexts = [length for length in dict.fromkeys(least) if length <= longest]
         prompt = Kind(BUCKETS[-1], prompt=True)
-        planned = [*map(Kind, buckets), prompt, replace(prompt, head=False)]
+        planned = [*map(Kind, buckets), prompt, replace(prompt, logits=False)]
         self._compile(planned)
         for kind in planned:
             self._step(kind)
@@ -246,7 +246,7 @@ class GpuModel:
             rows = list(range(first, min(first + BUCKETS[-1], len(owners))))
             sequences = owners[rows].tolist()
             wanted = [(i, place[row]) for i, row in enumerate(rows) if row in place]
-            kind = self._kind(sequences, batch.positions[rows], head=bool(wanted))
+            kind = self._kind(sequences, batch.positions[rows], logits=bool(wanted))
             step, graph = self._step(kind)
             self._load(step, batch, sequences, rows)
             graph.replay()
@@ -263,9 +263,8 @@ class GpuModel:
         sampled = any(map(needs_sampler, choosers))
         self._longest = int(batch.positions.max()) + 1
         kinds = [Kind(_bucket(len(choosers)), context, sampled) for context in self._contexts]
-        self._decoding = {
-            k.context: self._step(k) for k in kinds
-        }  # a first run writes: before _load
+        # Before _load: a first run writes.
+        self._decoding = {kind.context: self._step(kind) for kind in kinds}
         cupy().cuda.Stream.null.synchronize()  # page copies were made there
         rows = list(range(len(choosers)))
         self._load(self._decoding[self._contexts[0]][0], batch, rows, rows)
@@ -332,12 +331,11 @@ class GpuModel:
             self._new_step(replace(planned[0], sampled=True)).enqueue()
         compile_all(wanted)
 
-    def _kind(self, sequences: list[int], positions: Array, head: bool) -> Kind:
-        """Of a step whose rows are tokens of these sequences, at these positions; head: with
-        logits."""
+    def _kind(self, sequences: list[int], positions: Array, logits: bool) -> Kind:
+        """Of a step whose rows are tokens of these sequences, at these positions."""
         context = self._context(int(positions.max()) + 1)
         if len(set(sequences)) < len(sequences):
-            return Kind(BUCKETS[-1], context, prompt=True, head=head)
+            return Kind(BUCKETS[-1], context, prompt=True, logits=logits)
         return Kind(_bucket(len(sequences)), context)
 
     def _context(self, length: int) -> int:
@@ -358,7 +356,7 @@ class GpuModel:
     def _new_step(self, kind: Kind) -> DecodeStep:
         step = self._buffers_of(kind.bucket).for_context(kind.context)
         if kind.prompt:
-            step = step.for_prompts(kind.head)
+            step = step.for_prompts(kind.logits)
         if kind.sampled:
             if self._sampler is None:
                 self._sampler = Sampler(BUCKETS[-1], self.spec.vocab_size)

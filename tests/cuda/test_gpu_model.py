@@ -25,10 +25,8 @@ from tests.cuda.build import kernel, launch
 from tests.cuda.steps import NumPyAsCuPy, decode_on_cpu
 from tests.cuda.test_decode_step import PAGE, PAGES_EACH, SHAPE, make_weights
 
-SHORT_CONTEXT, LONG_CONTEXT = (
-    4,
-    6,
-)  # up to which, and from which tokens on: some pass both on the way
+SHORT_CONTEXT, LONG_CONTEXT = 4, 6
+"""Tokens up to which a context is short, and from which it is long: some pass both on the way."""
 PROMPTS = [[3, 1], [15, 9, 2], [6]]
 
 
