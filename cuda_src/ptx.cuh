@@ -270,11 +270,6 @@ __device__ __forceinline__ u32 peer_address(const void* own, int rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared_address(own)), "r"(rank));
   return mapped;
 }
-__device__ __forceinline__ float peer_float(const float* own, int rank) {
-  float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(peer_address(own, rank)) : "memory");
-  return v;
-}
 __device__ __forceinline__ u32 peer_u32(const u32* own, int rank) {
   u32 v;
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(peer_address(own, rank)) : "memory");
@@ -289,9 +284,10 @@ __device__ __forceinline__ u64 peer_u64(const u64* own, int rank) {
 __device__ __forceinline__ void cluster_announce() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-// Where the blocks of a cluster give each other results: a barrier in shared memory that counts bytes, once.
-// `open` by one thread, before it announces itself; `give` once the cluster has; `expect` by one thread, how much
-// will be given to its block; `wait`, by all threads, until that is there, and what this thread wrote before.
+// Where the blocks of a cluster give each other results: a barrier in shared memory that counts bytes, in phases
+// 0, 1, 0 and so on. `open` by one thread, before it announces itself; `give` once the cluster has; `expect` by one
+// thread, how much will be given to its block in this phase; `wait`, by all threads, until that is there, and what
+// this thread wrote before. Nobody may give for the next phase before all have waited for this one.
 struct Inbox {
   u64 barrier;
   __device__ __forceinline__ void open() {
@@ -314,11 +310,12 @@ struct Inbox {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
                  : "memory");
   }
-  __device__ __forceinline__ void wait() {
+  __device__ __forceinline__ void wait(u32 phase = 0) {
     asm volatile(
         "{\n.reg .pred done;\nagain%=:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-        "@!done bra again%=;\n}" ::"r"(shared_address(&barrier))
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again%=;\n}" ::"r"(shared_address(&barrier)),
+        "r"(phase)
         : "memory");
   }
 };
@@ -332,9 +329,8 @@ struct Inbox {  // of a block alone
   __device__ __forceinline__ void give(float4* own, int, const float4& v) { *own = v; }
   __device__ __forceinline__ void give(float2* own, int, const float2& v) { *own = v; }
   __device__ __forceinline__ void expect(u32) {}
-  __device__ __forceinline__ void wait() { __syncthreads(); }
+  __device__ __forceinline__ void wait(u32 = 0) { __syncthreads(); }
 };
-__device__ __forceinline__ float peer_float(const float* own, int) { return *own; }
 __device__ __forceinline__ u32 peer_u32(const u32* own, int) { return *own; }
 __device__ __forceinline__ u64 peer_u64(const u64* own, int) { return *own; }
 #endif
@@ -409,17 +405,15 @@ inline void cluster_wait() { cpu::cluster_wait(); }
 inline void cluster_sync() { cpu::cluster_barrier(); }
 inline void cluster_announce() { cpu::cluster_arrive(); }
 struct Inbox {
-  bool is_open;
-  void open() { is_open = true; }
+  cpu::Given given;
+  void open() { given = {true, 0, 0}; }
   template <class T>
   void give(T* own, int rank, const T& v) {
-    if (cpu::peer(&is_open, rank) != true) cpu::fail("an inbox that is not open");
-    cpu::give(own, rank, v);
+    cpu::give(own, rank, v, &given);
   }
-  void expect(u32 bytes) { cpu::block->expected_bytes += bytes; }
-  void wait() { cpu::await_given(); }
+  void expect(u32 bytes) { given.expected += bytes; }
+  void wait(u32 = 0) { cpu::await(given); }
 };
-inline float peer_float(const float* own, int rank) { return cpu::peer(own, rank); }
 inline u32 peer_u32(const u32* own, int rank) { return cpu::peer(own, rank); }
 inline u64 peer_u64(const u64* own, int rank) { return cpu::peer(own, rank); }
 #define SHARED_MEMORY(name) unsigned char* name = reinterpret_cast<unsigned char*>(cpu::block->smem.data())

@@ -2,11 +2,12 @@
 //   score = logit + bias; repetition, presence and frequency penalties; -inf for what is forbidden
 //   kept  = the best tokens by (score, lower id) that top_k, then top_p, then min_p leave
 //   token = argmax over kept of (score - max) / temperature + gumbel(seed, position, stream, id)
-// The argmax is taken first, over more tokens than are kept. If it lies among the kept, it is theirs;
+// Gumbel noise is -log of an exponential one, so that is the argmax of weight / exponential noise.
+// It is taken first, over more tokens than are kept. If it lies among the kept, it is theirs;
 // else it and whatever is worse is cut, and again: nothing is sorted.
 //
 //   best     u64 [seqs]               in and out: ordered(score) << 32 | ~token, which embed reads; before:
-//                                     lm_head's greedy choice, which stays where a row does not CHOOSE
+//                                     the best by the logits, from lm_head, which stays where a row does not CHOOSE
 //   report   int32 [seqs][1 + 2 MAX_LOGPROBS]   out: log probability of the token (float32 bits), ids of the
 //                                     most probable tokens, their log probabilities; where a row REPORTS
 //   states   u32 [seqs][vocab]        in and out: times in the completion << 2 | ends it << 1 | in the prompt
@@ -20,8 +21,9 @@
 // Dynamic shared memory: 4 share bytes where IN_SHARED is 1.
 // Macros: CLUSTER (1 to 8), IN_SHARED (0 or 1), MAX_LOGPROBS (1 to THREADS).
 // Alignment: rows 4 bytes, all others that of their type.
-// Numerics: scores float32, each operation rounded as in NumPy; noise and (score - max) / temperature
-// float32; probabilities float32, added as 24.40 fixed point, so that no sum depends on an order.
+// Numerics: scores float32, each operation rounded as in NumPy; noise and weights, which are
+// exp((score - max) / temperature), float32; weights are added as 24.40 fixed point, so that no sum depends on
+// an order.
 #include "common.cuh"
 
 #if CLUSTER < 1 || CLUSTER > 8 || (IN_SHARED != 0 && IN_SHARED != 1)
@@ -33,7 +35,8 @@
 #define CLUSTER_BOUNDS
 #endif
 
-constexpr int THREADS = 512, WARPS = THREADS / 32;
+constexpr int THREADS = 1024, WARPS = THREADS / 32;
+static_assert(WARPS == 32, "a lane for each warp");
 constexpr int DIGIT = 11, BINS = 1 << DIGIT, BINS_EACH = BINS / THREADS;
 static_assert(MAX_LOGPROBS >= 1 && MAX_LOGPROBS <= THREADS, "a thread sorts one alternative");
 
@@ -52,9 +55,22 @@ struct Row {
   u32 unused[3];
 };
 
+// What threads find out together: the weight of some tokens, and the best by a key, whose score is known too once
+// the cluster has it.
+struct Tally {
+  u64 weight = 0, best = 0;
+  float score = 0.f;
+};
+
+__device__ __forceinline__ float no_score(u64) { return 0.f; }
+
 // What a block's threads exchange with each other and with the cluster.
 struct Exchange {
-  u64 of_warp[WARPS], of_block[2];
+  ulonglong2 of_warp[WARPS];
+  Inbox inboxes[2];
+  float4 tallies[2][CLUSTER];
+  float2 scores[2][CLUSTER];
+  u32 leader;  // the largest weight / noise so far, as bits
   u32 bins[BINS], bins_of_warp[WARPS];
   u32 bin, above, inside;  // what find_bin has found
   u64 listed[MAX_LOGPROBS], sorted[MAX_LOGPROBS];
@@ -69,29 +85,53 @@ __device__ __forceinline__ float score_of(u64 key) { return unordered(static_cas
 __device__ __forceinline__ int id_of(u64 key) { return static_cast<int>(~static_cast<u32>(key)); }
 
 __device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
-__device__ __forceinline__ u64 plus(u64 a, u64 b) { return a + b; }
+
+__device__ __forceinline__ float4 as_floats(u64 a, u64 b) {
+  auto low = [](u64 v) { return __uint_as_float(static_cast<u32>(v)); };
+  return make_float4(low(a), low(a >> 32), low(b), low(b >> 32));
+}
+__device__ __forceinline__ u64 as_word(float low, float high) {
+  return static_cast<u64>(__float_as_uint(high)) << 32 | __float_as_uint(low);
+}
 
 // A number from 0 to 1 in 24.40 fixed point.
 constexpr float FIXED_ONE = 1099511627776.f;
 __device__ __forceinline__ u64 fixed(float v) { return static_cast<u64>(v * FIXED_ONE); }
 
-// combine over all threads of the cluster, in every thread. Ends with a barrier of the cluster.
-// turn alternates, so that a block may begin the next exchange while others still read this one.
-template <class Combine>
-__device__ __forceinline__ u64 over_cluster(Exchange& e, int& turn, u64 mine, Combine combine) {
-  for (int offset = 16; offset; offset >>= 1)
-    mine = combine(mine, __shfl_xor_sync(ALL_LANES, mine, offset));
-  if ((threadIdx.x & 31) == 0) e.of_warp[threadIdx.x >> 5] = mine;
+// The added weights and the best of all threads of the cluster, in every thread; score_at(key) by one thread of each
+// block. turns counts: a block may begin the next exchange while others still read this one.
+template <class ScoreAt>
+__device__ __forceinline__ Tally over_cluster(Exchange& e, u32& turns, Tally mine, ScoreAt score_at) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, turn = turns & 1, phase = turns >> 1 & 1;
+  auto over_warp = [&] {
+    for (int offset = 16; offset; offset >>= 1) {
+      mine.weight += __shfl_xor_sync(ALL_LANES, mine.weight, offset);
+      mine.best = larger(mine.best, __shfl_xor_sync(ALL_LANES, mine.best, offset));
+    }
+  };
+  over_warp();
+  if (lane == 0) e.of_warp[warp] = make_ulonglong2(mine.weight, mine.best);
   __syncthreads();
-  u64 all = e.of_warp[0];
-#pragma unroll 1
-  for (int w = 1; w < WARPS; w++) all = combine(all, e.of_warp[w]);
-  turn ^= 1;
-  if (threadIdx.x == 0) e.of_block[turn] = all;
-  cluster_sync();
-  all = peer_u64(&e.of_block[turn], 0);
+  if (warp == 0) {
+    mine.weight = e.of_warp[lane].x, mine.best = e.of_warp[lane].y;
+    over_warp();
+    if (lane == 0) e.inboxes[turn].expect(CLUSTER * (sizeof(float4) + sizeof(float2)));
+    int own = cluster_rank();
+    if (lane < CLUSTER) {
+      e.inboxes[turn].give(&e.tallies[turn][own], lane, as_floats(mine.weight, mine.best));
+      e.inboxes[turn].give(&e.scores[turn][own], lane, make_float2(mine.best ? score_at(mine.best) : 0.f, 0.f));
+    }
+  }
+  e.inboxes[turn].wait(phase);
+  turns++;
+  Tally all;
 #pragma unroll
-  for (int r = 1; r < CLUSTER; r++) all = combine(all, peer_u64(&e.of_block[turn], r));
+  for (int r = 0; r < CLUSTER; r++) {
+    float4 its = e.tallies[turn][r];
+    u64 best = as_word(its.z, its.w);
+    all.weight += as_word(its.x, its.y);
+    if (best > all.best) all.best = best, all.score = e.scores[turn][r].x;
+  }
   return all;
 }
 
@@ -151,7 +191,7 @@ __device__ __forceinline__ u64 kth_best(Exchange& e, int count, u32 k, Key key) 
 
 // Philox 4x32-10 (Salmon et al., SC 2011).
 __device__ __forceinline__ void philox(u32 (&c)[4], u32 key_low, u32 key_high) {
-#pragma unroll
+#pragma unroll 5
   for (int round = 0; round < 10; round++) {
     u64 first = static_cast<u64>(c[0]) * 0xD2511F53u, second = static_cast<u64>(c[2]) * 0xCD9E8D57u;
     c[0] = static_cast<u32>(second >> 32) ^ c[1] ^ key_low;
@@ -161,13 +201,12 @@ __device__ __forceinline__ void philox(u32 (&c)[4], u32 key_low, u32 key_high) {
   }
 }
 
-// -log(-log(u)) of u = (random + 0.5) / 2^32; where u is near 1, by 1 - u, which float32 can hold.
-__device__ __forceinline__ float gumbel(u32 random) {
-  constexpr float STEP = 1.f / 4294967296.f;
-  float low = (static_cast<float>(random) + 0.5f) * STEP;
-  float high = (static_cast<float>(~random) + 0.5f) * STEP;
-  float exponential = random >> 31 ? -log1pf(-high) : -logf(low);
-  return -logf(exponential);
+// Exponential noise: -log(u) of u = (random + 0.5) / 2^32; where u is near 1, by 1 - u, which float32 can hold.
+constexpr float NOISE_STEP = 1.f / 4294967296.f;
+__device__ __forceinline__ float exponential(u32 random) {
+  float low = (static_cast<float>(random) + 0.5f) * NOISE_STEP;
+  float high = (static_cast<float>(~random) + 0.5f) * NOISE_STEP;
+  return random >> 31 ? -log1pf(-high) : -logf(low);
 }
 
 __device__ __forceinline__ float adjusted(const Row& p, float logit, float bias, u32 state, int length) {
@@ -179,84 +218,110 @@ __device__ __forceinline__ float adjusted(const Row& p, float logit, float bias,
   return state & ENDS && length < p.free_from ? -INFINITE : score;
 }
 
-// A cluster's tokens: this block's scores and where the others are.
+// A block's tokens.
 struct Scores {
-  float* own;
-  const float* row;  // all scores, if they lie in global memory
-  int start, count, share;
+  float* own;  // [count], and up to a multiple of 4
+  int start, count;
 
   __device__ __forceinline__ u64 key(int i) const { return rank_key(own[i], start + i); }
-  // Of any token; after a barrier of the cluster.
-  __device__ __forceinline__ float of(int id) const {
-    return IN_SHARED ? peer_float(own + id % share, id / share) : __ldcg(row + id);
+};
+
+// The weight of a score.
+struct Weigh {
+  float top, scale;  // the best score; log2(e) / temperature
+
+  __device__ __forceinline__ float operator()(float score) const { return power_of_two((score - top) * scale); }
+};
+
+// What the noise of a sequence's next token depends on.
+struct Noise {
+  u32 seed_low, seed_high, stream;
+  int position;
+
+  __device__ __forceinline__ void of_four(u32 (&random)[4], int id) const {
+    random[0] = static_cast<u32>(id) / 4, random[1] = static_cast<u32>(position), random[2] = stream, random[3] = 0;
+    philox(random, kept(seed_low), kept(seed_high));
   }
 };
 
+// Of the tokens whose keys reach floor: their weight; of those among them that weigh `least` or more, the one with the
+// largest weight / noise, as ordered(that) << 32 | ~token.
+__device__ __forceinline__ Tally race(Exchange& e, const Scores& scores, const Weigh& weigh, const Noise& noise,
+                                      u64 floor, float least) {
+  Tally mine;
+  if (threadIdx.x == 0) e.leader = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x * 4; i < scores.count; i += THREADS * 4) {
+    float4 four = *reinterpret_cast<const float4*>(scores.own + i);
+    float score[4] = {four.x, four.y, four.z, four.w}, weight[4];
+    bool any = false;
+    int id = scores.start + i;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      weight[j] = weigh(score[j]);
+      if (rank_key(score[j], id + j) < floor) weight[j] = 0.f;
+      mine.weight += fixed(weight[j]);
+      if (!(weight[j] >= least)) weight[j] = 0.f;
+      any |= weight[j] > 0.f;
+    }
+    if (!any) continue;
+    u32 random[4];
+    noise.of_four(random, id);
+    float leader = __uint_as_float(*static_cast<volatile u32*>(&e.leader));
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      // Noise is 1 - u at least; the factor covers rounding.
+      if (!(weight[j] > 0.999f * NOISE_STEP * leader * static_cast<float>(~random[j]))) continue;
+      float ratio = weight[j] / exponential(random[j]);
+      mine.best = larger(mine.best, rank_key(ratio, id + j));
+      if (ratio > leader) leader = ratio, atomicMax(&e.leader, __float_as_uint(ratio));
+    }
+  }
+  return mine;
+}
+
 // The rank_key of the token that is drawn; first: of the best one.
-__device__ __forceinline__ u64 draw(Exchange& e, int& turn, const Scores& scores, const Row& p,
-                                    u64 first, int position, int vocab) {
-  float top = score_of(first);
-  float inverse = 1.f / p.temperature;
-  auto scaled = [&](float score) { return (score - top) * inverse; };
-  auto mass = [&](u64 floor) {  // of the tokens that reach it
-    u64 sum = 0;
-    for (int i = threadIdx.x; i < scores.count; i += THREADS)
-      if (scores.key(i) >= floor) sum += fixed(expf(scaled(scores.own[i])));
-    return over_cluster(e, turn, sum, plus);
-  };
+__device__ __forceinline__ u64 draw(Exchange& e, u32& turns, const Scores& scores, const Row& p, u64 first,
+                                    int position, int vocab) {
+  Weigh weigh{score_of(first), 1.44269504f / p.temperature};
+  Noise noise{p.seed_low, p.seed_high, p.stream, position};
   bool limited = p.top_k > 0 && p.top_k < vocab;
   u64 floor = limited ? kth_best(e, scores.count, p.top_k, [&](int i) { return scores.key(i); }) : 0;
   double limit = 0.;
   float least = p.min_p;
-  if (p.top_p < 1.f) {
-    u64 total = mass(floor);
-    limit = static_cast<double>(p.top_p) * static_cast<double>(total);
-    // Tokens this light have less than 1 - top_p together. The factor covers rounding.
-    float mean = static_cast<float>(total) / FIXED_ONE / static_cast<float>(limited ? p.top_k : vocab);
-    least = fmaxf(least, 0.999f * (1.f - p.top_p) * mean);
-  }
-  float cut = top + p.temperature * (logf(least) - 0.001f);  // spares most tokens the exact test
 #pragma unroll 1
-  for (;;) {
-    u64 mine = 0;
-#pragma unroll 1
-    for (int i = threadIdx.x * 4; i < scores.count; i += THREADS * 4) {
-      u32 in = 0;
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        if (i + j < scores.count && scores.own[i + j] >= cut && scores.key(i + j) >= floor &&
-            expf(scaled(scores.own[i + j])) >= least)
-          in |= 1u << j;
-      if (!in) continue;
-      int id = scores.start + i;
-      u32 random[4] = {static_cast<u32>(id) / 4, static_cast<u32>(position), p.stream, 0};
-      philox(random, p.seed_low, p.seed_high);
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        if (in >> j & 1)
-          mine = larger(mine, rank_key(scaled(scores.own[i + j]) + gumbel(random[j]), id + j));
-    }
-    u64 winner = over_cluster(e, turn, mine, larger);
-    if (!winner) return first;  // logits that are NaN
-    int id = id_of(winner);
-    u64 found = rank_key(scores.of(id), id);
+  for (bool again = false;; again = true) {
+    Tally all = over_cluster(e, turns, race(e, scores, weigh, noise, floor, least),
+                             [&](u64 best) { return scores.own[id_of(best) - scores.start]; });
+    if (!all.best) return first;  // logits that are NaN
+    u64 found = rank_key(all.score, id_of(all.best));
     if (!(p.top_p < 1.f)) return found;
-    u64 before = mass(found + 1);
-    if (before == 0 || static_cast<double>(before) < limit) return found;
+    if (!again) {
+      limit = static_cast<double>(p.top_p) * static_cast<double>(all.weight);
+      // Tokens this light have less than 1 - top_p together. The factor covers rounding.
+      float mean = static_cast<float>(all.weight) / FIXED_ONE / static_cast<float>(limited ? p.top_k : vocab);
+      least = fmaxf(least, 0.999f * (1.f - p.top_p) * mean);
+    }
     floor = found + 1;
+    Tally before;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < scores.count; i += THREADS)
+      if (scores.key(i) >= floor) before.weight += fixed(weigh(scores.own[i]));
+    u64 weight = over_cluster(e, turns, before, no_score).weight;
+    if (weight == 0 || static_cast<double>(weight) < limit) return found;
   }
 }
 
 // Log probabilities by the model's own logits: of the token, and the best alternatives in order.
-__device__ __forceinline__ void write_report(Exchange& e, int& turn, int* report, const float* logits,
+__device__ __forceinline__ void write_report(Exchange& e, u32& turns, int* report, const float* logits,
                                              int start, int count, int token, int wanted) {
   auto key = [&](int i) { return rank_key(__ldcg(logits + start + i), start + i); };
-  u64 mine = 0;
-  for (int i = threadIdx.x; i < count; i += THREADS) mine = larger(mine, key(i));
-  float top = score_of(over_cluster(e, turn, mine, larger));
-  u64 sum = 0;
-  for (int i = threadIdx.x; i < count; i += THREADS) sum += fixed(expf(__ldcg(logits + start + i) - top));
-  float log_total = logf(static_cast<float>(over_cluster(e, turn, sum, plus)) / FIXED_ONE);
+  Tally best, all;
+  for (int i = threadIdx.x; i < count; i += THREADS) best.best = larger(best.best, key(i));
+  float top = score_of(over_cluster(e, turns, best, no_score).best);
+  for (int i = threadIdx.x; i < count; i += THREADS) all.weight += fixed(expf(__ldcg(logits + start + i) - top));
+  float log_total = logf(static_cast<float>(over_cluster(e, turns, all, no_score).weight) / FIXED_ONE);
   auto logprob = [&](float logit) { return __float_as_int(logit - top - log_total); };
   bool writes = blockIdx.x == 0;
   if (writes && threadIdx.x == 0) report[0] = logprob(__ldcg(logits + token));
@@ -284,44 +349,58 @@ __device__ __forceinline__ void write_report(Exchange& e, int& turn, int* report
   }
 }
 
-extern "C" __global__ void CLUSTER_BOUNDS __launch_bounds__(THREADS, 2)
+extern "C" __global__ void CLUSTER_BOUNDS __launch_bounds__(THREADS, 1)
 sample(u64* best, int* report, u32* states, float* scratch, const float* logits,
        const float* __restrict__ biases, const Row* __restrict__ rows, const int* seq_lens, int vocab,
        int share) {
   SHARED_MEMORY(shared);
   __shared__ Exchange e;
-  int turn = 0, seq = blockIdx.y, start = blockIdx.x * share;
+  u32 turns = 0;
+  int seq = blockIdx.y, start = blockIdx.x * share;
   int count = max(0, min(share, vocab - start));
   const Row& p = rows[seq];
+  if (threadIdx.x == 0) e.inboxes[0].open(), e.inboxes[1].open();
+  cluster_announce();
   grid_wait();
   launch_next();
+  cluster_wait();
   if (!(p.flags & (CHOOSES | REPORTS))) return;
   size_t line = static_cast<size_t>(seq) * vocab;
-  float* row = scratch + static_cast<size_t>(seq) * CLUSTER * share;
-  int token = id_of(__ldcg(best + seq)), length = __ldcg(seq_lens + seq);
+  u64 chosen = __ldcg(best + seq);
+  int length = __ldcg(seq_lens + seq);
   if (p.flags & CHOOSES) {
-    Scores scores{IN_SHARED ? reinterpret_cast<float*>(shared) : row + start, row, start, count, share};
-    u64 mine = 0;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < count; i += THREADS) {
-      size_t at = line + start + i;
-      float bias = p.flags & BIASED ? biases[at] : 0.f;
-      u32 state = p.flags & COUNTS ? __ldcg(states + at) : 0;
-      float score = adjusted(p, __ldcg(logits + at), bias, state, length);
-      scores.own[i] = score;
-      mine = larger(mine, rank_key(score, start + i));
+    float* own = IN_SHARED ? reinterpret_cast<float*>(shared)
+                           : scratch + (static_cast<size_t>(seq) * CLUSTER + blockIdx.x) * share;
+    bool changed = p.flags & (COUNTS | BIASED);
+    if (!changed && vocab % 4 == 0) {
+#pragma unroll 5
+      for (int i = threadIdx.x * 4; i < count; i += THREADS * 4)
+        *reinterpret_cast<float4*>(own + i) = __ldcg(reinterpret_cast<const float4*>(logits + line + start + i));
+    } else {
+      Tally mine;
+#pragma unroll 2
+      for (int i = threadIdx.x; i < (count + 3 & ~3); i += THREADS) {
+        if (i >= count) {
+          own[i] = -INFINITE;
+          continue;
+        }
+        size_t at = line + start + i;
+        float bias = p.flags & BIASED ? biases[at] : 0.f;
+        u32 state = p.flags & COUNTS ? __ldcg(states + at) : 0;
+        own[i] = adjusted(p, __ldcg(logits + at), bias, state, length);
+        mine.best = larger(mine.best, rank_key(own[i], start + i));
+      }
+      if (changed) chosen = over_cluster(e, turns, mine, no_score).best;
     }
-    u64 chosen = over_cluster(e, turn, mine, larger);
-    if (p.temperature > 0.f) chosen = draw(e, turn, scores, p, chosen, length, vocab);
-    token = id_of(chosen);
+    if (p.temperature > 0.f) chosen = draw(e, turns, Scores{own, start, count}, p, chosen, length, vocab);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       best[seq] = chosen;
-      if (p.flags & COUNTS) states[line + token] += ONE_MORE;
+      if (p.flags & COUNTS) states[line + id_of(chosen)] += ONE_MORE;
     }
   }
   if (p.flags & REPORTS)
-    write_report(e, turn, report + static_cast<size_t>(seq) * (1 + 2 * MAX_LOGPROBS), logits + line, start,
-                 count, token, min(p.alternatives, vocab));
-  cluster_sync();  // nobody leaves while others read its memory
+    write_report(e, turns, report + static_cast<size_t>(seq) * (1 + 2 * MAX_LOGPROBS), logits + line, start,
+                 count, id_of(chosen), min(p.alternatives, vocab));
+  if (p.flags & REPORTS || p.top_k > 0) cluster_sync();  // nobody leaves while others read its memory
 }
 CPU_CLUSTER_KERNEL(sample)

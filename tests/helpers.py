@@ -33,6 +33,15 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
+def greedy_keys(logits: np.ndarray) -> np.ndarray:
+    """lm_head.cu's choice of each row of logits float32 `[S, vocab]`, u64 `[S]`: the larger the
+    logit, the larger its upper half; the lower the token, the larger the other."""
+    tokens = logits.argmax(axis=1)
+    bits = (logits[np.arange(len(logits)), tokens] + np.float32(0)).view(np.uint32)
+    upper = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
+    return upper << np.uint64(32) | (~tokens & 0xFFFFFFFF).astype(np.uint64)
+
+
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     """Largest difference over largest reference value of each row; the worst row (DESIGN 7)."""
     if got.size == 0:

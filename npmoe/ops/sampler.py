@@ -15,7 +15,7 @@ from npmoe.runtime.launch import launch
 from npmoe.runtime.nvrtc import bulk, kernel
 from npmoe.sampling import MAX_LOGPROBS
 
-THREADS, CLUSTER = 512, 8
+THREADS, CLUSTER = 1024, 8
 STATIC_SHARED_BYTES = 12 << 10
 REPORT_WORDS = 1 + 2 * MAX_LOGPROBS
 CHOOSES, COUNTS, BIASED, REPORTS = 1, 2, 4, 8
@@ -68,7 +68,8 @@ class Sampler:
 
     def enqueue(self, best: Array, logits: Array, seq_lens: Array) -> None:
         """Launches sample.cu on the current stream. best u64 `[S]`, logits float32 `[S, vocab]`,
-        seq_lens int32 `[S]`, all on the device: best becomes what `embed` of the next step reads.
+        seq_lens int32 `[S]`, all on the device. best comes from lm_head, and becomes what `embed` of
+        the next step reads.
         """
         macros = {"IN_SHARED": int(self.in_shared), "MAX_LOGPROBS": MAX_LOGPROBS}
         launch(

@@ -153,7 +153,6 @@ struct Block {
   std::function<void()> run;
   void* scheduler = nullptr;  // its stack pointer
   int alive = 0;
-  size_t given_bytes = 0, expected_bytes = 0;  // by blocks of the cluster
   int waiting[BARRIERS] = {}, expected[BARRIERS] = {};  // at each barrier; of all that have not ended: 0
   std::string error;
 };
@@ -379,19 +378,24 @@ T peer(const T* own, int rank) {
   memcpy(&v, peer_place(own, rank), sizeof v);
   return v;
 }
+// Bytes that blocks of the cluster have given to this one, and that it expects.
+struct Given {
+  bool open;
+  size_t bytes, expected;
+};
 template <class T>
-void give(T* own, int rank, const T& v) {
-  unsigned char* there = peer_place(own, rank);
-  Block& other = peer_block(rank);
-  if (other.alive == 0) fail("a write to a block that has ended");
-  memcpy(there, &v, sizeof v);
-  other.given_bytes += sizeof v;
+void give(T* own, int rank, const T& v, Given* given) {
+  if (peer_block(rank).alive == 0) fail("a write to a block that has ended");
+  auto* counted = reinterpret_cast<Given*>(peer_place(given, rank));
+  if (counted->open != true) fail("an inbox that is not open");
+  memcpy(peer_place(own, rank), &v, sizeof v);
+  counted->bytes += sizeof v;
 }
 // Until all blocks of the cluster are here, and as much was given to this one as it expects.
-inline void await_given() {
+inline void await(const Given& given) {
   cluster_barrier();
-  if (block->given_bytes != block->expected_bytes)
-    fail(std::to_string(block->given_bytes) + " bytes were given, not " + std::to_string(block->expected_bytes));
+  if (given.bytes != given.expected)
+    fail(std::to_string(given.bytes) + " bytes were given, not " + std::to_string(given.expected));
 }
 
 // Memory that kernels write. in_flight: one that may still run when this launch begins does.
@@ -456,7 +460,7 @@ inline void start_block(Block& b, unsigned char* stacks, unsigned seed) {
   __asan_unpoison_memory_region(stacks, STACK_BYTES * count);
   if (!b.smem.empty())
     memset(static_cast<void*>(b.smem.data()), POISON, b.smem.size() * sizeof(uint4));
-  b.alive = count, b.seed = seed, b.given_bytes = b.expected_bytes = 0;
+  b.alive = count, b.seed = seed;
   std::fill_n(b.waiting, BARRIERS, 0), std::fill_n(b.expected, BARRIERS, 0);
   for (int i = 0; i < count; i++) {
     Fiber& f = b.fibers[i] = Fiber();

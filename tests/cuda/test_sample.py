@@ -13,6 +13,7 @@ from npmoe.ops.sampler import Sampler, read_report
 from npmoe.sampling import SamplingParams
 from tests.cuda.build import Kernel, kernel, launch
 from tests.cuda.steps import NumPyAsCuPy
+from tests.helpers import greedy_keys
 
 UNUSED = np.uint64(77)
 """`best` of a row that the kernel has to leave alone."""
@@ -59,9 +60,7 @@ class Setup:
             assert (sampler.scratch is None) == sampler.in_shared
             sampler.set_rows(choosers)
             best = np.full(count, UNUSED, np.uint64)
-            best[: len(choosers)] = 1 << 63 | (
-                ~logits.argmax(axis=1)[: len(choosers)] & 0xFFFFFFFF
-            ).astype(np.uint64)
+            best[: len(choosers)] = greedy_keys(logits[: len(choosers)])
             lengths = np.array([len(c.token_ids) for c in choosers], np.int32)
             lengths.resize(count)
             sampler.enqueue(best, logits, lengths)
