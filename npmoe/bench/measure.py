@@ -125,7 +125,7 @@ def _on_gpu(
     if options.check:
         formats = subject.chosen(options.weights)
         checked = tokens_checked(subject.raw, formats, options.kv_cache, options.batch)
-        results["tokens_checked"] = checked
+        results |= {"tokens_checked": checked.equal, "tokens_near_tied": checked.near_tied}
     return _traffic(subject, weights, setup.cache, options, "cuda"), _by_choice(times) | results
 
 
@@ -158,6 +158,8 @@ def describe_record(record: dict[str, Any]) -> str:
         rows["prompt"] = f"{r['prompt_tokens']:,} tokens in {r['prompt_ms']:.0f} ms"
     if "tokens_checked" in r:
         rows["tokens checked"] = f"{r['tokens_checked']} equal to NumPy's, on a small copy"
+    if r.get("tokens_near_tied"):
+        rows["near-tied"] = f"{r['tokens_near_tied']} with the other expert of a near-tied router"
     return "\n".join([head, *(f"  {name:16} {text}" for name, text in rows.items())])
 
 

@@ -1,6 +1,6 @@
 """The forward pass on the CPU, put together from ops as the specs say."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,13 +31,19 @@ from npmoe.ops.quantize import KVPages
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
 from npmoe.ops.route import route, sigmoid
 
+Route = Callable[..., tuple[Array, Array, Array]]
+"""A function that takes and gives what `npmoe.ops.route.route` does."""
+
 
 class DecoderLayer:
     """One layer: `forward` adds attention and MLP to the residual stream in place."""
 
-    def __init__(self, spec: LayerSpec, eps: float, weights: dict[str, Any]) -> None:
-        """weights: this layer's parameters by the last part of their names."""
-        self.spec, self.eps, self.weights = spec, eps, weights
+    def __init__(
+        self, spec: LayerSpec, eps: float, weights: dict[str, Any], route: Route = route
+    ) -> None:
+        """weights: this layer's parameters by the last part of their names. route: chooses the
+        experts of each token."""
+        self.spec, self.eps, self.weights, self.route = spec, eps, weights, route
 
     def forward(self, x: Array, batch: Batch, cos: Array, sin: Array, cache: LayerCache) -> None:
         """x float32 `[T, H]`, changed in place; writes this layer's K and V, or states."""
@@ -194,7 +200,7 @@ class DecoderLayer:
     def _route(self, x: Array, router: RouterSpec) -> tuple[Array, Array, Array]:
         """Normed x `[T, H]`, topk_weights and topk_ids `[T, K]`."""
         w, norm = self.weights, "post_attention_layernorm"
-        return route(
+        return self.route(
             self._normed(x, norm),
             w[norm] if self.spec.norm == "before" else None,
             self.eps,
@@ -210,8 +216,9 @@ class DecoderLayer:
 class CausalLM:
     """A decoder-only language model with prepared weights."""
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, Any]) -> None:
-        """weights: parameter name -> float32 vector or prepared QuantTensor."""
+    def __init__(self, spec: ModelSpec, weights: dict[str, Any], route: Route = route) -> None:
+        """weights: parameter name -> float32 vector or prepared QuantTensor. route: chooses the
+        experts of each token, called once a layer, in order."""
         self.spec, self.weights = spec, weights
         self.frequencies, self.rope_factor = rope_frequencies(
             spec.rope, spec.rope_dim, spec.max_positions
@@ -220,7 +227,7 @@ class CausalLM:
         for i, layer in enumerate(spec.layers):
             prefix = f"layers.{i}."
             own = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
-            self.layers.append(DecoderLayer(layer, spec.eps, own))
+            self.layers.append(DecoderLayer(layer, spec.eps, own, route))
 
     @property
     def nbytes(self) -> int:

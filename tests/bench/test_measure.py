@@ -8,7 +8,7 @@ import pytest
 
 from npmoe import cli
 from npmoe.bench.kernels import as_records, kernel_times, table
-from npmoe.bench.measure import BenchOptions
+from npmoe.bench.measure import BenchOptions, describe_record
 from npmoe.bench.subject import named_shape
 from npmoe.config import KVCacheConfig, parse_weights
 from npmoe.models import decode
@@ -119,7 +119,10 @@ def test_a_gpu(gpu: FakeGPU, capsys: pytest.CaptureFixture[str]) -> None:
     assert record["host_gap_pct"] > 0
     assert record["prompt_ms"] > 0
     assert record["prompt_tokens"] == 9
-    assert record["tokens_checked"] == 3
+    assert (record["tokens_checked"], record["tokens_near_tied"]) == (3, 0)
+    assert "near-tied" not in describe_record(record)
+    text = describe_record(record | {"tokens_near_tied": 1})
+    assert text.endswith("near-tied        1 with the other expert of a near-tied router")
     assert record["ms_per_token_top_p"] == LAUNCHES + 1  # one to draw
     assert gpu.launched[-LAUNCHES:] == [named(op, "fp4") for op in OPS]
     assert set(gpu.ranges) == {()}
