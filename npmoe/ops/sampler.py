@@ -68,8 +68,8 @@ class Sampler:
 
     def enqueue(self, best: Array, logits: Array, seq_lens: Array) -> None:
         """Launches sample.cu on the current stream. best u64 `[S]`, logits float32 `[S, vocab]`,
-        seq_lens int32 `[S]`, all on the device. best comes from lm_head, and becomes what `embed` of
-        the next step reads.
+        seq_lens int32 `[S]`, all on the device. best comes from lm_head, and becomes what `embed`
+        of the next step reads.
         """
         macros = {"IN_SHARED": int(self.in_shared), "MAX_LOGPROBS": MAX_LOGPROBS}
         launch(
