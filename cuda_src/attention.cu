@@ -6,8 +6,9 @@
 //   projected float32 [seqs][(HEADS + 2 KV_HEADS) D]   in: rows of q, then k, then v
 //   q_norm, k_norm float32 [D] or null           in: RMS norm of each head
 //   cos_sin   float2 [max_positions][D / 2]      in: rotary factors
-//   k_codes, v_codes   pages [num_pages][KV_HEADS][PAGE][D], bf16 or packed   in and out
-//   k_scales, v_scales fp16 [num_pages][KV_HEADS][PAGE][D / KV_GROUP]        in and out
+//   k_codes, v_codes   pages [num_pages][KV_HEADS][PAGE][D], bf16 or codes   in and out
+//   k_scales, v_scales, k_zeros, v_zeros   [num_pages][KV_HEADS][PAGE][D / KV_GROUP] or null, as the formats have
+//             them: see kv_formats.cuh        in and out
 //   block_table int32 [seqs][max_pages]; seq_lens int32 [seqs], the new token counted   in
 //   partial   float32 [seqs][KV_HEADS][CLUSTER][splits / CLUSTER][QUADS][8]   scratch, words EMPTY; left so: of each
 //             cluster's share of four outputs the sums, their level and weight, and padding; see Record
@@ -28,19 +29,20 @@
 // Dynamic shared memory: WARPS STAGES PLACE_BYTES; PLACE_BYTES as npmoe/models/attention_split.py counts:
 // CHUNK rows of K and of V, and their scales.
 // Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT,
-// KV_GROUP (32), CLUSTER (1, 2, 4 or 8), WARPS (multiples of D / 32, up to 16), STAGES (2 or more), LEAST (a
+// KV_GROUP (32 or 64), CLUSTER (1, 2, 4 or 8), WARPS (multiples of D / 32, up to 16), STAGES (2 or more), LEAST (a
 // multiple of 16), FUSED (1, or 0: the new tokens are in their pages), SCATTERED (1, or 0: not all blocks of
-// the grid run at once).
+// the grid run at once), ROTATED (0, or 1: q, k and v are multiplied by a Hadamard matrix, and so is out).
 // Alignment: 16 bytes everywhere.
 // Numerics: tensor-core products of exact codes with q split in a 16-bit head and rest, or, of more than
-// four heads over fp4 keys, in fp16; weights split likewise over bf16 values, times scales in fp16 over
-// fp4 values; float32 sums, key scales applied in float32; chunks of a team in order, then the teams of a
+// four heads over quantised keys, in fp16; weights split likewise over bf16 values, times scales in fp16 over
+// quantised values; float32 sums, key scales applied in float32; chunks of a team in order, then the teams of a
 // cluster, helpers' shares in order and then by a butterfly, then clusters.
-// Limit: values in fp4 pages below 49,000 (their scale times 8 must fit fp16).
+// Limits: scales of values below 8,188, since 8 times that must fit fp16; of mxfp4 values above 2^-14, or weights lose
+// bits; nvfp4 keys and values up to 448 times 6: beyond they are clipped.
 #include "new_token.cuh"
 
-#if KV_GROUP != 32 || PAGE < 1 || (CLUSTER & (CLUSTER - 1)) || CLUSTER > 8
-#error "attention needs KV_GROUP 32, PAGE 1 or more, and CLUSTER 1, 2, 4 or 8"
+#if PAGE < 1 || (CLUSTER & (CLUSTER - 1)) || CLUSTER > 8
+#error "attention needs PAGE 1 or more, and CLUSTER 1, 2, 4 or 8"
 #endif
 #if WARPS < 1 || WARPS > 16 || WARPS % (HEAD_DIM / 32) != 0
 #error "attention needs WARPS in multiples of HEAD_DIM / 32, up to 16"
@@ -58,11 +60,11 @@ constexpr float LOG2_E = 1.44269504f;
 
 extern "C" __global__ void __launch_bounds__(32 * PIECES)
 store_kv(const float* projected, const float* __restrict__ k_norm,
-         const float2* __restrict__ cos_sin, u8* k_codes, __half* k_scales, u8* v_codes,
-         __half* v_scales, const int* block_table, const int* seq_lens, int max_pages, float eps) {
+         const float2* __restrict__ cos_sin, u8* k_codes, u8* k_scales, u8* k_zeros, u8* v_codes,
+         u8* v_scales, u8* v_zeros, const int* block_table, const int* seq_lens, int max_pages, float eps) {
   __shared__ __align__(16) NewToken unused;
   int seq = blockIdx.y, length = __ldcg(seq_lens + seq);
-  Pages pages = {k_codes, v_codes, k_scales, v_scales,
+  Pages pages = {k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros,
                  block_table + static_cast<size_t>(seq) * max_pages,
                  static_cast<int>(blockIdx.x) % KV_HEADS};
   const HeadFactors factors(k_norm, cos_sin + static_cast<size_t>(length - 1) * (D / 2));
@@ -81,10 +83,9 @@ CPU_KERNEL(store_kv)
 
 extern "C" __global__ void CLUSTER_BOUNDS __launch_bounds__(THREADS, WARPS > 8 ? 2 : 16 / WARPS)
 attention(float* __restrict__ out, const float* projected, const float* __restrict__ q_norm,
-          const float* __restrict__ k_norm, const float2* __restrict__ cos_sin, u8* k_codes,
-          __half* k_scales, u8* v_codes, __half* v_scales, const int* block_table,
-          const int* seq_lens, float* partial, u32* arrived, int max_pages, float eps,
-          float scale) {
+          const float* __restrict__ k_norm, const float2* __restrict__ cos_sin, u8* k_codes, u8* k_scales,
+          u8* k_zeros, u8* v_codes, u8* v_scales, u8* v_zeros, const int* block_table, const int* seq_lens,
+          float* partial, u32* arrived, int max_pages, float eps, float scale) {
   SHARED_MEMORY(shared);
   __shared__ __align__(16) Gathered gathered;
   __shared__ uint4 q_operands[Query::OPERANDS][32];
@@ -105,7 +106,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   int begin = min(static_cast<int>(blockIdx.x) * each, length), end = min(begin + each, length);
   bool newest = FUSED && begin < end && end == length;
   int older = newest ? end - 1 : end;  // what is in the pages already
-  Pages pages = {k_codes, v_codes, k_scales, v_scales,
+  Pages pages = {k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros,
                  block_table + static_cast<size_t>(seq) * max_pages, kv};
   if (!FUSED) {  // the pages are what the kernel before writes
     launch_next();
@@ -167,7 +168,10 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     for (int k = 0; k < 2; k++) {
       int head = h + k * workers;
       if (head >= 8) break;
-      if (head < RATIO) turn_head(v[k], q_factors, q_norm, eps);
+      if (head < RATIO) {
+        turn_head(v[k], q_factors, q_norm, eps);
+        if (ROTATED) hadamard<32>(v[k]);
+      }
 #pragma unroll
       for (int i = 0; i < D / 32; i++)
         gathered.q[head][i / 2 * 64 + 2 * lane + i % 2] = v[k][i] * (scale * LOG2_E);

@@ -173,7 +173,7 @@ __device__ __forceinline__ void write_outputs(float* results, int at, const Shar
   float4 v = make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
   int quad = at % (D / 4);
   float* row = results + at / (D / 4) * D;
-  if constexpr (V_SCALED) {  // in a line
+  if constexpr (VFormat::BITS == 4) {  // in a line
     *reinterpret_cast<float4*>(row + element_of(quad, 0)) = v;
   } else {
     row[element_of(quad, 0)] = v.x, row[element_of(quad, 1)] = v.y;

@@ -1,7 +1,7 @@
 // Scores of a chunk of 16 tokens, by one warp.
 //
 // They come from products of 16 tokens with 8 columns: up to four heads and what a 16-bit number leaves of each,
-// or up to eight heads. Over bf16 keys what is left of those is a second product; over fp4 keys fp16 is enough.
+// or up to eight heads. Over bf16 keys what is left of those is a second product; over quantised keys fp16 is enough.
 // Macros, numerics: attention.cu.
 #pragma once
 #include "attention_chunk.cuh"
@@ -10,7 +10,7 @@
 constexpr int RATIO = HEADS / KV_HEADS, EACH_HEADS = RATIO <= 4 ? 1 : 2;
 constexpr int TERMS = RATIO <= 4 || K_SCALED ? 1 : 2;  // products
 constexpr int Q_STRIDE = D + (K_SCALED ? 1 : 8);  // floats between heads: on different banks
-constexpr float K_UNDO = K_SCALED ? 16384.f : 1.f, V_UNDO = V_SCALED ? 16384.f : 1.f;  // 2^14 of the codes
+constexpr float K_UNDO = KFormat::UNDO * KFormat::SCALE_UNDO, V_UNDO = VFormat::UNDO * VFormat::SCALE_UNDO;
 
 // A pair of floats as 16-bit numbers, bf16 where the other operand is bf16, and what is left of them.
 template <int FORMAT>
@@ -42,9 +42,10 @@ __device__ __forceinline__ uint4 query_operand(int term, int part, const float (
   u32 words[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    // A word of codes gives out elements 0 and 4, 1 and 5, 2 and 6, 3 and 7.
-    int at = K_SCALED ? t * 8 + i : i * 8 + t * 2;
-    uint2 both = head_and_rest<K_FORMAT>(x[at], x[at + (K_SCALED ? 4 : 1)]);
+    // Of the keys' operand: a word of four codes gives out elements 0 and 2, 1 and 3; one of eight 0 and 4 to 3 and 7.
+    constexpr int BITS = KFormat::BITS;
+    int at = BITS == 4 ? t * 8 + i : BITS == 8 ? i / 2 * 16 + t * 4 + i % 2 : i * 8 + t * 2;
+    uint2 both = head_and_rest<K_FORMAT>(x[at], x[at + 16 / BITS]);
     words[i] = rest ? both.y : both.x;
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
@@ -65,40 +66,86 @@ struct Query {
   }
 };
 
-// The scales of tokens 2 g and 2 g + 1, two fp16 a word.
+// So many bytes in words, at an address that is a multiple of their number, or of 16.
+template <int BYTES>
+struct Words {
+  u32 of[BYTES ? (BYTES + 3) / 4 : 1];
+  __device__ __forceinline__ explicit Words(const u8* from) {
+    if constexpr (BYTES == 16)
+      *reinterpret_cast<uint4*>(of) = *reinterpret_cast<const uint4*>(from);
+    else if constexpr (BYTES == 8)
+      *reinterpret_cast<uint2*>(of) = *reinterpret_cast<const uint2*>(from);
+    else if constexpr (BYTES == 4)
+      of[0] = *reinterpret_cast<const u32*>(from);
+    else if constexpr (BYTES == 2)
+      of[0] = *reinterpret_cast<const u16*>(from);
+  }
+  __device__ __forceinline__ u32 byte(int i) const { return of[i / 4] >> i % 4 * 8 & 0xffu; }
+  // Bytes i and j, each the upper half of 16 bits; what is in the lower halves means nothing.
+  __device__ __forceinline__ u32 upper_halves(int i, int j) const {
+    return __byte_perm(of[i / 4], of[j / 4], i % 4 << 4 | (j % 4 | 4) << 12);
+  }
+};
+
+// The scales of tokens 2 g and 2 g + 1, divided by SCALE_UNDO.
+template <int FORMAT>
 struct Scales {
-  u32 of[2][GROUPS / 2];
-  __device__ __forceinline__ explicit Scales(const u8* rows) {
-    if constexpr (GROUPS == 4) {
-      uint4 v = *reinterpret_cast<const uint4*>(rows);
-      of[0][0] = v.x, of[0][1] = v.y, of[1][0] = v.z, of[1][1] = v.w;
-    } else {
-      uint2 v = *reinterpret_cast<const uint2*>(rows);
-      of[0][0] = v.x, of[1][0] = v.y;
-    }
-  }
+  Words<2 * GROUPS * KV<FORMAT>::SCALE_BYTES> words;
+  __device__ __forceinline__ explicit Scales(const u8* rows) : words(rows) {}
   __device__ __forceinline__ float one(int token, int group) const {
-    float2 two = floats(of[token][group / 2]);
-    return group % 2 ? two.y : two.x;
+    if constexpr (FORMAT == KV_MXFP4) {  // the exponent of a float32
+      int i = token * GROUPS + group;
+      return __uint_as_float(__byte_perm(words.of[i / 4], 0, i % 4 << 12 | 0x0444) >> 1);
+    }
+    float2 two = floats(both(group));
+    return token ? two.y : two.x;
   }
-  __device__ __forceinline__ u32 both(int group) const {
-    return __byte_perm(of[0][group / 2], of[1][group / 2], group % 2 ? 0x7632 : 0x5410);
+  // Of both tokens, times their weights: two fp16.
+  __device__ __forceinline__ u32 times(const float (&w)[2], int group) const {
+    if constexpr (FORMAT == KV_MXFP4) return bits(__floats2half2_rn(w[0] * one(0, group), w[1] * one(1, group)));
+    u32 scales = both(group);
+    return bits(__hmul2(__floats2half2_rn(w[0], w[1]), *reinterpret_cast<__half2*>(&scales)));
+  }
+
+ private:
+  __device__ __forceinline__ u32 both(int group) const {  // as fp16
+    int i = group, j = GROUPS + group;
+    if constexpr (FORMAT == KV_NVFP4) return words.upper_halves(i, j) >> 1 & 0x3F803F80u;
+    return __byte_perm(words.of[i / 2], words.of[j / 2], (i % 2 ? 0x32 : 0x10) | (j % 2 ? 0x7600 : 0x5400));
+  }
+};
+// 1024 + the zero points of tokens 2 g and 2 g + 1, as pairs of fp16 that are the same.
+struct KeyZeros {
+  Words<2 * GROUPS> words;
+  __device__ __forceinline__ explicit KeyZeros(const u8* rows) : words(rows) {}
+  __device__ __forceinline__ u32 one(int token, int group) const {
+    return 0x64006400u | words.byte(token * GROUPS + group) * 0x00010001u;
   }
 };
 
 // Where a lane finds what it reads of a warp's first place; its other places are so many bytes further on.
 struct LaneRows {
-  static constexpr int TURNS = K_SCALED ? 1 : 2;  // pieces 4 further on lie elsewhere in a line
-  SharedAt k[2][TURNS], scales;                   // rows of ldmatrix, even and odd ones
+  static constexpr int TURNS = K_ROW > 64 ? 2 : 1;  // pieces 4 further on lie elsewhere in a line
+  SharedAt k[2][TURNS];                             // rows of ldmatrix, even and odd ones
+  SharedAt k_scales, v_scales, k_zeros;             // of the first of two tokens
   __device__ __forceinline__ LaneRows(SharedAt place)
-      : scales(place + static_cast<int>((threadIdx.x & 31) / 4) * 2 * SCALE_ROW) {
-    int lane = threadIdx.x & 31, even = piece_at<K_ROW>(lane % 8 * 2, K_SCALED ? lane / 8 % GROUPS : lane / 8);
+      : k_scales(place + first_token() * K_SCALE_ROW), v_scales(place + first_token() * V_SCALE_ROW),
+        k_zeros(place + first_token() * K_ZERO_ROW) {
+    int lane = threadIdx.x & 31, even = piece_at<K_ROW>(lane % 8 * 2, lane / 8 % (K_ROW / 16));
 #pragma unroll
     for (int i = 0; i < TURNS; i++)
       k[0][i] = place + further(even, i * 4), k[1][i] = place + next_row<K_ROW>(further(even, i * 4));
   }
-  // at: K_SCALES_AT or V_SCALES_AT, and the place.
-  __device__ __forceinline__ Scales scales_at(int at) const { return Scales(in_shared<u8>(scales + at)); }
+  static __device__ __forceinline__ int first_token() { return static_cast<int>(threadIdx.x & 31) / 4 * 2; }
+  __device__ __forceinline__ Scales<K_FORMAT> key_scales(int at) const {
+    return Scales<K_FORMAT>(in_shared<u8>(k_scales + (at + K_SCALES_AT)));
+  }
+  __device__ __forceinline__ Scales<V_FORMAT> value_scales(int at) const {
+    return Scales<V_FORMAT>(in_shared<u8>(v_scales + (at + V_SCALES_AT)));
+  }
+  __device__ __forceinline__ KeyZeros key_zeros(int at) const {
+    return KeyZeros(in_shared<u8>(k_zeros + (at + K_ZEROS_AT)));
+  }
 };
 
 // p: scores, divided by K_UNDO, of heads t and t + 4 with tokens 2 g and 2 g + 1 of the place that is `at`
@@ -107,20 +154,39 @@ __device__ __forceinline__ void scores(float (&p)[EACH_HEADS][2], const LaneRows
                                        const Query& q) {
   float sums[4] = {};  // of columns 2 t and 2 t + 1 with token 2 g, then with the next
   if constexpr (K_SCALED) {
-    u32 words[2][4];
+    constexpr int LOADS = K_ROW > 64 ? K_ROW / 64 : 1, PARTS = D / 32 / LOADS;  // parts of 32 elements in a load
+    auto scales = rows.key_scales(at);
+    float d[4] = {};
 #pragma unroll
-    for (int k = 0; k < 2; k++) load_matrices(words[k], rows.k[k][0] + at);  // word t of each group
-    Scales scales = rows.scales_at(at + K_SCALES_AT);
+    for (int load = 0; load < LOADS; load++) {
+      u32 words[2][4];
 #pragma unroll
-    for (int i = 0; i < GROUPS; i++) {
-      u32 even[4], odd[4];
-      fp4_pairs(words[0][i], even), fp4_pairs(words[1][i], odd);
-      uint4 b = q[i];
-      float d[4] = {};
-      mma<K_FORMAT>(d, make_uint4(even[0], odd[0], even[1], odd[1]), b.x, b.y);
-      mma<K_FORMAT>(d, make_uint4(even[2], odd[2], even[3], odd[3]), b.z, b.w);
+      for (int k = 0; k < 2; k++)
+        load_matrices(words[k], rows.k[k][load % LaneRows::TURNS] + (at + load / 2 * 128));
 #pragma unroll
-      for (int c = 0; c < 4; c++) sums[c] += scales.one(c / 2, i) * d[c];
+      for (int j = 0; j < PARTS; j++) {
+        int part = load * PARTS + j, group = part * 32 / KV_GROUP;
+        u32 even[4], odd[4], zeros[2] = {};
+        if constexpr (KFormat::ZEROED) {
+          KeyZeros both = rows.key_zeros(at);
+          zeros[0] = both.one(0, group), zeros[1] = both.one(1, group);
+        }
+        if constexpr (KFormat::BITS == 4) {  // word t of each part
+          unpack<K_FORMAT>(words[0][j], even, zeros[0]), unpack<K_FORMAT>(words[1][j], odd, zeros[1]);
+        } else {
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            unpack<K_FORMAT>(words[0][2 * j + half], even + 2 * half);
+            unpack<K_FORMAT>(words[1][2 * j + half], odd + 2 * half);
+          }
+        }
+        uint4 b = q[part];
+        mma<K_FORMAT>(d, make_uint4(even[0], odd[0], even[1], odd[1]), b.x, b.y);
+        mma<K_FORMAT>(d, make_uint4(even[2], odd[2], even[3], odd[3]), b.z, b.w);
+        if ((part + 1) * 32 % KV_GROUP == 0)
+#pragma unroll
+          for (int c = 0; c < 4; c++) sums[c] += scales.one(c / 2, group) * d[c], d[c] = 0.f;
+      }
     }
   } else {
 #pragma unroll

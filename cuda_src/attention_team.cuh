@@ -8,7 +8,7 @@
 #pragma once
 #include "attention_scores.cuh"
 
-constexpr float LIFT = V_SCALED ? 2.f : 0.f, SLACK = V_SCALED ? 1.f : 0.f;
+constexpr float LIFT = V_FORMAT == KV_NVFP4 ? 10.f : V_SCALED ? 2.f : 0.f, SLACK = V_SCALED ? 1.f : 0.f;
 
 // What the warps of a team tell each other of their chunks. Where a lane has one head, of heads 4 to 7 nothing is told;
 // what is read of them goes nowhere.
@@ -29,18 +29,12 @@ __device__ __forceinline__ void tell_weights(SharedAt to, const LaneRows& rows, 
                                              const float (&w)[EACH_HEADS][2]) {
   constexpr int PART = 32 * sizeof(uint2), FOUR_HEADS = PART / 2;
   if constexpr (V_SCALED) {
-    Scales scales = rows.scales_at(at + V_SCALES_AT);
-    u32 both[GROUPS];
+    auto scales = rows.value_scales(at);
 #pragma unroll
-    for (int i = 0; i < GROUPS; i++) both[i] = scales.both(i);
-#pragma unroll
-    for (int k = 0; k < EACH_HEADS; k++) {
-      __half2 weights = __floats2half2_rn(w[k][0], w[k][1]);
+    for (int k = 0; k < EACH_HEADS; k++)
 #pragma unroll
       for (int i = 0; i < GROUPS; i++)
-        *in_shared<u32>(to + (i * PART + k * FOUR_HEADS)) =
-            bits(__hmul2(weights, *reinterpret_cast<__half2*>(&both[i])));
-    }
+        *in_shared<u32>(to + (i * PART + k * FOUR_HEADS)) = scales.times(w[k], i);
   } else {
 #pragma unroll
     for (int k = 0; k < EACH_HEADS; k++) {
@@ -172,23 +166,29 @@ struct Weights {
 // Where a lane finds its rows of values in the first places of its team, of 32 elements.
 struct LaneValues {
   static constexpr int TURNS = V_SCALED ? 1 : 2;  // 16 elements on
-  SharedAt rows[TURNS];
-  __device__ __forceinline__ LaneValues(SharedAt places, int part) {
+  SharedAt rows[TURNS], zeros;                    // zeros: the zero point of token 2 t
+  __device__ __forceinline__ LaneValues(SharedAt places, int part)
+      : zeros(places + (V_ZEROS_AT + (threadIdx.x & 3) * 2 * V_ZERO_ROW + part * 32 / KV_GROUP)) {
     int lane = threadIdx.x & 31;
-    int piece = V_SCALED ? lane / 16 * PLACE_BYTES + piece_at<V_ROW>(lane % 16, part)
-                         : piece_at<V_ROW>(lane % 16, part * 4 + lane / 16);
+    int piece = VFormat::BITS == 4 ? lane / 16 * PLACE_BYTES + piece_at<V_ROW>(lane % 16, part)
+                                   : piece_at<V_ROW>(lane % 16, part * (VFormat::BITS / 4) + lane / 16);
 #pragma unroll
     for (int i = 0; i < TURNS; i++) rows[i] = places + (V_AT + further(piece, i * 2));
   }
+  // 1024 + the zero points of two tokens, as fp16, `at` bytes on.
+  __device__ __forceinline__ u32 two_zeros(int at) const {
+    const u8* first = in_shared<u8>(zeros + at);
+    return VFormat::ZEROED ? 0x64006400u | first[0] | static_cast<u32>(first[V_ZERO_ROW]) << 16 : 0u;
+  }
 };
-// Values as they lie in the places of a team's chunks, `at` bytes on. Those of 4 bits come in one go; of bf16 there
+// Values as they lie in the places of a team's chunks, `at` bytes on. Those of 4 bits come in one go; of others there
 // are too many for registers, and they come as they are used.
 struct Values {
   const LaneValues& of;
   int at;
   u32 words[TEAM / 2][4];
   __device__ __forceinline__ Values(const LaneValues& of, int at) : of(of), at(at) {
-    if constexpr (V_SCALED) {  // of two chunks each their tokens 0-7, 8-15
+    if constexpr (VFormat::BITS == 4) {  // of two chunks each their tokens 0-7, 8-15
 #pragma unroll
       for (int c = 0; c < TEAM; c += 2) load_matrices_transposed(words[c / 2], of.rows[0] + (at + c * PLACE_BYTES));
     }
@@ -203,8 +203,16 @@ __device__ __forceinline__ void mix(float (&mixed)[2][4], const Values& values,
   for (int c = 0; c < TEAM; c++) {
     if constexpr (V_SCALED) {
       u32 near[4], far[4];
-      fp4_pairs(values.words[c / 2][c % 2 * 2], near);
-      fp4_pairs(values.words[c / 2][c % 2 * 2 + 1], far);
+      if constexpr (VFormat::BITS == 4) {
+        int zeros = values.at + c * PLACE_BYTES;
+        unpack<V_FORMAT>(values.words[c / 2][c % 2 * 2], near, values.of.two_zeros(zeros));
+        unpack<V_FORMAT>(values.words[c / 2][c % 2 * 2 + 1], far, values.of.two_zeros(zeros + 8 * V_ZERO_ROW));
+      } else {
+        u32 w[4];  // elements 0-15 of tokens 0-7, 8-15; elements 16-31
+        load_matrices_transposed(w, values.of.rows[0] + (values.at + c * PLACE_BYTES));
+#pragma unroll
+        for (int i = 0; i < 2; i++) unpack<V_FORMAT>(w[2 * i], near + 2 * i), unpack<V_FORMAT>(w[2 * i + 1], far + 2 * i);
+      }
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         uint4 a = make_uint4(near[2 * i], near[2 * i + 1], far[2 * i], far[2 * i + 1]);
@@ -232,7 +240,7 @@ struct Mixer {
   float reached = -INFINITE;  // of head g
   // places: the team's.
   __device__ __forceinline__ Mixer(SharedAt places, Weighed& first, int member)
-      : values(places, member), told(&first.weights[0][V_SCALED ? member : 0][threadIdx.x & 31]) {}
+      : values(places, member), told(&first.weights[0][V_SCALED ? member * 32 / KV_GROUP : 0][threadIdx.x & 31]) {}
   __device__ __forceinline__ void take(Weights (&weights)[TEAM], int turn) const {
     constexpr int MEMBER = sizeof(Weighed::weights) / TEAM;
 #pragma unroll
@@ -266,5 +274,6 @@ struct Mixer {
 // the head the c-th of the quad-th four is; lane 4 g + t has those of quad 8 part + g.
 __device__ __forceinline__ int element_of(int quad, int c) {
   int part = quad / 8, g = quad % 8;
-  return part * 32 + (V_SCALED ? g * 4 + c : c * 8 + g);
+  constexpr int BITS = VFormat::BITS;
+  return part * 32 + (BITS == 4 ? g * 4 + c : BITS == 8 ? c / 2 * 16 + g * 2 + c % 2 : c * 8 + g);
 }

@@ -10,6 +10,7 @@
 // groups apart, slices in order and then the four groups by a butterfly; then the warps of a block: FINISHERS
 // runs of them in order, then those by a butterfly.
 #pragma once
+#include "hadamard.cuh"
 #include "weight_formats.cuh"
 
 #if !defined(BATCH) || !defined(STAGES)
@@ -86,7 +87,11 @@ struct Ring {
 struct Ring {};
 #endif
 
-// Activations that the kernel before has written: 4 columns a lane of one slice.
+// Activations that the kernel before has written: 4 columns a lane of one slice. Heads of ROTATED elements, if that is
+// not 0, are multiplied by a Hadamard matrix.
+#ifndef ROTATED
+#define ROTATED 0
+#endif
 struct Plain {
   static constexpr bool LATER_PASS = false;  // a pass after another
   typedef float4 Loaded;
@@ -96,7 +101,14 @@ struct Plain {
     size_t at = static_cast<size_t>(token) * slices + slice;
     return __ldcg(reinterpret_cast<const float4*>(x + at * SLICE) + (threadIdx.x & 31));
   }
-  __device__ __forceinline__ float4 confirmed(float4 v, int, int) const { return v; }
+  __device__ __forceinline__ float4 confirmed(float4 v, int, int) const {
+#if ROTATED
+    float four[4] = {v.x, v.y, v.z, v.w};
+    hadamard<ROTATED / 4>(four);
+    v = make_float4(four[0], four[1], four[2], four[3]);
+#endif
+    return v;
+  }
 };
 
 // Activations that blocks of this kernel hand over; one token.

@@ -1,21 +1,34 @@
-// Heads of a new token: their RMS norm and rotary, and K and V into their page. A warp holds a head, lane
+// Heads of a new token: their RMS norm, rotary, rotation if ROTATED, and K and V into their page. A warp holds a head, lane
 // l elements 2 l and 2 l + 1 of every 64.
 //
-// Macros: HEADS, KV_HEADS, HEAD_DIM (64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT.
+// Macros: HEADS, KV_HEADS, HEAD_DIM (64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT, KV_GROUP, ROTATED.
 // Numerics: float32; see kv_formats.cuh for what is stored.
 #pragma once
+#include "hadamard.cuh"
 #include "kv_formats.cuh"
 
 #if (HEAD_DIM != 64 && HEAD_DIM != 128) || HEADS % KV_HEADS != 0 || HEADS / KV_HEADS > 8
 #error "attention needs HEAD_DIM 64 or 128 and 1 to 8 query heads a KV head"
 #endif
-#if (K_FORMAT != KV_BF16 && K_FORMAT != KV_FP4) || (V_FORMAT != KV_BF16 && V_FORMAT != KV_FP4)
-#error "define K_FORMAT and V_FORMAT as KV_BF16 (0) or KV_FP4 (1)"
+#if !defined(K_FORMAT) || !defined(V_FORMAT) || K_FORMAT < KV_BF16 || K_FORMAT > KV_FP8 || V_FORMAT < KV_BF16 || \
+    V_FORMAT > KV_FP8
+#error "define K_FORMAT and V_FORMAT as 0 to 7: bf16, fp4, mxfp4, nvfp4, int4, int4_asym, int8, fp8"
+#endif
+#if KV_GROUP != 32 && KV_GROUP != 64
+#error "attention needs KV_GROUP 32 or 64"
+#endif
+#ifndef ROTATED
+#define ROTATED 0
 #endif
 
-constexpr int D = HEAD_DIM, GROUPS = D / 32;
-constexpr bool K_SCALED = KV<K_FORMAT>::SCALED, V_SCALED = KV<V_FORMAT>::SCALED;
-constexpr int K_ROW = D * KV<K_FORMAT>::BITS / 8, V_ROW = D * KV<V_FORMAT>::BITS / 8;  // bytes
+typedef KV<K_FORMAT> KFormat;
+typedef KV<V_FORMAT> VFormat;
+constexpr int D = HEAD_DIM, GROUPS = D / KV_GROUP;
+constexpr bool K_SCALED = KFormat::SCALED, V_SCALED = VFormat::SCALED;
+// Bytes of a token's codes, scales and zero points.
+constexpr int K_ROW = D * KFormat::BITS / 8, V_ROW = D * VFormat::BITS / 8;
+constexpr int K_SCALE_ROW = GROUPS * KFormat::SCALE_BYTES, V_SCALE_ROW = GROUPS * VFormat::SCALE_BYTES;
+constexpr int K_ZERO_ROW = KFormat::ZEROED * GROUPS, V_ZERO_ROW = VFormat::ZEROED * GROUPS;
 
 // What a lane needs for norm and rotary, spread as store_piece wants the elements.
 struct HeadFactors {
@@ -71,19 +84,25 @@ __device__ __forceinline__ void turn_head(float* v, const HeadFactors& factors, 
 
 // Where one KV head's rows are.
 struct Pages {
-  u8 *k_codes, *v_codes;
-  __half *k_scales, *v_scales;
+  u8 *k_codes, *k_scales, *k_zeros, *v_codes, *v_scales, *v_zeros;
   const int* table;
   int kv_head;
   __device__ __forceinline__ size_t row(int page, int token) const {
     return (static_cast<size_t>(page) * KV_HEADS + kv_head) * PAGE + token % PAGE;
   }
+  __device__ __forceinline__ Row at(bool key, size_t row) const {
+    return {(key ? k_codes : v_codes) + row * (key ? K_ROW : V_ROW),
+            (key ? k_scales : v_scales) + row * (key ? K_SCALE_ROW : V_SCALE_ROW),
+            (key ? k_zeros : v_zeros) + row * (key ? K_ZERO_ROW : V_ZERO_ROW)};
+  }
 };
 
 // The new token as its pages hold it.
 struct NewToken {
-  u8 k[K_ROW], v[V_ROW];
-  __half k_scales[4], v_scales[4];
+  u8 k[K_ROW], v[V_ROW], k_scales[8], v_scales[8], k_zeros[4], v_zeros[4];
+  __device__ __forceinline__ Row at(bool key) {
+    return {key ? k : v, key ? k_scales : v_scales, key ? k_zeros : v_zeros};
+  }
 };
 
 // One warp's share of storing a new token: one of the PIECES of 64 elements of its key or of its
@@ -96,17 +115,13 @@ __device__ __forceinline__ void store_new(const float* projected, const Pages& p
   load_head(v, projected + (HEADS + (key ? 0 : KV_HEADS) + pages.kv_head) * D);
   size_t row = pages.row(__ldg(pages.table + (length - 1) / PAGE), length - 1);
   if (key) turn_head(v, factors, normed, eps);
+  if (ROTATED) hadamard<32>(v);
   float a = v[0], b = v[1];
   if (piece) a = v[D / 32 - 2], b = v[D / 32 - 1];
-  if constexpr (K_FORMAT == V_FORMAT) {  // the code once
-    store_piece<K_FORMAT>((key ? pages.k_codes : pages.v_codes) + row * K_ROW,
-                          (key ? pages.k_scales : pages.v_scales) + row * GROUPS, key ? near.k : near.v,
-                          key ? near.k_scales : near.v_scales, piece, a, b);
-  } else if (key) {
-    store_piece<K_FORMAT>(pages.k_codes + row * K_ROW, pages.k_scales + row * GROUPS, near.k, near.k_scales,
-                          piece, a, b);
-  } else {
-    store_piece<V_FORMAT>(pages.v_codes + row * V_ROW, pages.v_scales + row * GROUPS, near.v, near.v_scales,
-                          piece, a, b);
-  }
+  if constexpr (K_FORMAT == V_FORMAT)  // the code once
+    store_piece<K_FORMAT>(pages.at(key, row), near.at(key), piece, a, b);
+  else if (key)
+    store_piece<K_FORMAT>(pages.at(true, row), near.at(true), piece, a, b);
+  else
+    store_piece<V_FORMAT>(pages.at(false, row), near.at(false), piece, a, b);
 }

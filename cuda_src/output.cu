@@ -4,10 +4,11 @@
 //   handed_over u32 [words]            out: EMPTY, as cuda_src/experts.cu wants it before its launches
 //   w        u8 records [rows / 16][K / 128]   in: "fragments", see weight_formats.cuh
 //   bias     float32 [rows] or null    in
-//   x        float32 [tokens][K]       in: attention output, heads one after another
+//   x        float32 [tokens][K]       in: attention output, heads one after another, rotated if so told
 //   rows, words, tokens int32
 // Grid: any number of blocks of BLOCK_THREADS threads; its tiles: own_tile in gemv.cuh.
-// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), those of gemv.cuh.
+// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), ROTATED (0, or the size of heads that are to be
+// multiplied by a Hadamard matrix: 64 or 128), those of gemv.cuh.
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; the sum is added to the residual in float32.
 #include "gemv.cuh"

@@ -51,10 +51,16 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def make_pages(
-    kv_format: str, num_pages: int, heads: int, head_dim: int, page_size: int = PAGE_SIZE
+    kv_format: str,
+    num_pages: int,
+    heads: int,
+    head_dim: int,
+    page_size: int = PAGE_SIZE,
+    group_size: int | None = None,
 ) -> KVPages:
-    """Empty pages of one format, scales per 32 elements (16 where heads are smaller)."""
-    config = KVCacheConfig(kv_format, kv_format, group_size=32 if head_dim % 32 == 0 else 16)
+    """Empty pages of one format; if not told, scales per 32 elements, or 16 of smaller heads."""
+    group_size = group_size or (32 if head_dim % 32 == 0 else 16)
+    config = KVCacheConfig(kv_format, kv_format, group_size=group_size)
     return KVCache(1, num_pages, page_size, heads, head_dim, config).layers[0][0]
 
 

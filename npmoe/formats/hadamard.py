@@ -19,7 +19,7 @@ def hadamard(x: Array) -> Array:
     blocks of the largest power of two that divides D.
     """
     size = x.shape[-1] & -x.shape[-1]
-    blocks = x.reshape(*x.shape[:-1], -1, size)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
     return (blocks @ _matrix(size)).reshape(x.shape)
 
 

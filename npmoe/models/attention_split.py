@@ -24,13 +24,10 @@ class AttentionSplit:
     beside: int
 
     @classmethod
-    def fit(cls, head_dim: int, key: str, value: str, shared_bytes: int) -> "AttentionSplit":
-        """For heads of this size and formats, on a GPU whose blocks can have `shared_bytes`."""
-        stage = 0
-        for name in (key, value):
-            row = head_dim // 2 + head_dim // 16 if name == "fp4" else 2 * head_dim
-            stage += CHUNK_TOKENS * row
-        stage = -(-stage // 128) * 128
+    def fit(cls, head_dim: int, token_bytes: int, shared_bytes: int) -> "AttentionSplit":
+        """For heads of this size, whose key and value take `token_bytes` a token in the cache, on a
+        GPU whose blocks can have `shared_bytes`."""
+        stage = -(-CHUNK_TOKENS * token_bytes // 128) * 128
         team = head_dim // TEAM_ELEMENTS
         warps, stages = next(
             (w, s)

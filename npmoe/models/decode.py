@@ -28,7 +28,17 @@ from npmoe.runtime.device import cupy
 from npmoe.runtime.launch import launch
 from npmoe.runtime.nvrtc import bulk, kernel, named_codes
 
-KV_CODES = named_codes({"bf16": 0, "fp4": 1})
+KV_CODES = named_codes(
+    {
+        name: i
+        for i, name in enumerate(
+            ("bf16", "fp4", "mxfp4", "nvfp4", "int4", "int4_asym", "int8", "fp8")
+        )
+    }
+)
+"""K_FORMAT and V_FORMAT of cuda_src/attention.cu."""
+KV_GROUPS = (32, 64)
+"""Elements of a head that may share a scale there."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,9 @@ class DecodeStep:
         self.history = xp.zeros((seqs, history), xp.int32)
         heads = seqs * a.num_kv_heads
         k, v = cache[0]
-        self._split = AttentionSplit.fit(a.head_dim, k.format, v.format, self.shared_bytes)
+        self._split = AttentionSplit.fit(
+            a.head_dim, k.token_bytes + v.token_bytes, self.shared_bytes
+        )
         self.fused, self.with_logits = True, True
         self.cluster, self.one_cluster = CLUSTER if self.bulk else 1, False
         shares = 2 * seqs * a.num_heads * a.head_dim * MAX_CLUSTERS
@@ -143,10 +155,10 @@ class DecodeStep:
     def for_context(self, length: int) -> "DecodeStep":
         """The same step on the same buffers, for sequences of up to about `length` tokens: up to
         `short_context` attention begins no blocks that would find nothing to do, and from
-        LONG_CONTEXT on it spreads over more multiprocessors, in smaller clusters."""
+        `long_context` on it spreads more evenly, in smaller clusters."""
         step = copy(self)
         if self.bulk:
-            long = length >= LONG_CONTEXT
+            long = length >= self.long_context
             step.cluster = LONG_CLUSTER if long else CLUSTER
             step.one_cluster = not long and length <= self.short_context
         return step
@@ -157,14 +169,28 @@ class DecodeStep:
         return CLUSTER * self._split.least if self.bulk else 0
 
     @property
+    def long_context(self) -> int:
+        """Least tokens for which attention is spread in smaller clusters."""
+        return max(1, LONG_CONTEXT // self.num_seqs)
+
+    @property
+    def contexts(self) -> list[int]:
+        """Least lengths from which `for_context` gives another step, from 1 on."""
+        changes = {self.short_context + 1, self.long_context} if self.bulk else set()
+        return sorted({1, *(c for c in changes if c <= self.long_context)})
+
+    @property
     def splits(self) -> int:
         """Parts of the context that an attention head is spread over: by the model, the GPU, and
         whether a sequence of the batch is long; results differ by rounding only. Where one cluster
-        takes all of it, by the blocks of that cluster, and results do not differ."""
+        takes all of it, by the blocks of that cluster, and results do not differ. Of several
+        sequences no more blocks than run at once."""
         a = self.spec.layers[0].attention
         assert isinstance(a, AttentionSpec)
         wanted = self.blocks // a.num_kv_heads
-        if self.cluster == LONG_CLUSTER:
+        if self.num_seqs > 1:
+            wanted = self.blocks * self._split.beside // (a.num_kv_heads * self.num_seqs)
+        elif self.cluster == LONG_CLUSTER:
             stream = self._expert_streams[0]
             # Behind experts_qkv, which leaves no room beside it, both blocks of a cluster may come
             # to lie on the first multiprocessor that is free; then all shall be full.
@@ -212,7 +238,10 @@ class DecodeStep:
             self._qkv(w, before)
         self._attention(i, w)
         o = w["o_proj"]
-        function, threads, shared = self._gemv("output", o)
+        a = self.spec.layers[i].attention
+        assert isinstance(a, AttentionSpec)
+        rotated = a.head_dim if self.cache[i][0].rotated else 0
+        function, threads, shared = self._gemv("output", o, rotated=rotated)
         launch(
             function,
             (self.blocks,),
@@ -308,24 +337,27 @@ class DecodeStep:
             "CLUSTER": self.cluster,
             "K_FORMAT": KV_CODES[k.format],
             "V_FORMAT": KV_CODES[v.format],
+            "KV_GROUP": _group_size(a.head_dim, k, v),
+            "ROTATED": int(k.rotated),
             **split.macros(),
             "FUSED": int(self.fused),
             "SCATTERED": int(self._all_at_once),
         }
-        pages = k.codes, k.scales, v.codes, v.scales, self.block_table, self.seq_lens
+        pages = k.codes, k.scales, k.zeros, v.codes, v.scales, v.zeros
+        cache = *pages, self.block_table, self.seq_lens
         if not self.fused:
             launch(
                 kernel("attention", "store_kv", **macros),
                 (2 * a.num_kv_heads, self.num_seqs),
                 a.head_dim // 2,
-                *(self.projected, w["k_norm"], self.cos_sin, *pages),
+                *(self.projected, w["k_norm"], self.cos_sin, *cache),
                 *(self.block_table.shape[1], self.spec.eps),
             )
         launch(
             kernel("attention", "attention", **macros),
             (self.splits, a.num_kv_heads, self.num_seqs),
             32 * split.warps,
-            *(self.attended, self.projected, w["q_norm"], w["k_norm"], self.cos_sin, *pages),
+            *(self.attended, self.projected, w["q_norm"], w["k_norm"], self.cos_sin, *cache),
             *(self.partial, self.arrived, self.block_table.shape[1], self.spec.eps, a.scale),
             shared=split.shared,
         )
@@ -431,17 +463,19 @@ class DecodeStep:
         )
 
     def _gemv(
-        self, stem: str, w: QuantTensor, before: ExpertStream | None = None
+        self, stem: str, w: QuantTensor, before: ExpertStream | None = None, rotated: int = 0
     ) -> tuple[Any, int, int]:
         """The kernel for a dense weight, its threads a block and its dynamic shared memory.
 
         before: a kernel beside which it shall fit on a multiprocessor; with 4-bit codes there are
-        no registers for both.
+        no registers for both. rotated: elements of the heads that it reads and rotates, or 0.
         """
         beside = 0 if before is None or w.format in CODES_PER_BYTE else before.shared
         work = w.format, w.shape[1] // COLUMNS, 1, self.num_seqs, w.codes.shape[0]
         stream = self._stream(*work, beside=beside)
         macros = {"K": w.shape[1], "TOKENS": self.num_seqs, "W_FORMAT": W_CODES[w.format]}
+        if rotated:
+            macros["ROTATED"] = rotated
         shared = stream.shared
         if stem == "output":  # attention leaves multiprocessors unevenly: one block on each
             shared = max(shared, self.shared_bytes // 2)
@@ -457,16 +491,22 @@ class DecodeStep:
 
 CLUSTER, LONG_CLUSTER, MAX_CLUSTERS, LONG_CONTEXT = 8, 2, 64, 8192
 LONG_SPLITS, WIDE, GROUPED_BYTES = 32, 4096, 4 << 20
-"""Blocks of an attention cluster, the same from LONG_CONTEXT tokens on, most clusters a head, that
-number of tokens; parts of such a context where two blocks a multiprocessor would make more; hidden
-size from which the router takes more warps; bytes of an expert from which reading it once is worth
-the grouping."""
+"""Blocks of an attention cluster, the same in long contexts, most clusters a head, tokens of all
+sequences together from which a context is long; parts of such a context where two blocks a
+multiprocessor would make more; hidden size from which the router takes more warps; bytes of an
+expert from which reading it once is worth the grouping."""
 EMPTY = 0xFFFFFFFF
 """A word that a block waits for, as cuda_src/ptx.cuh has it, until another has written it."""
 _LAYER_WEIGHTS = (
     *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),
     *("post_attention_layernorm", "router", "gate_up_proj", "down_proj"),
 )
+
+
+def _group_size(head_dim: int, *pages: KVPages) -> int:
+    """Elements that share a scale; where there are none, any that attention takes."""
+    sizes = (head_dim // p.scales.shape[-1] for p in pages if p.scales is not None)
+    return next(sizes, KV_GROUPS[0])
 
 
 def rotary_table(spec: ModelSpec, num_positions: int) -> Array:

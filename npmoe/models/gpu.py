@@ -20,7 +20,7 @@ from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models.cache import LayerCache
 from npmoe.models.decode import (
     KV_CODES,
-    LONG_CONTEXT,
+    KV_GROUPS,
     DecodeStep,
     rotary_table,
 )
@@ -77,15 +77,15 @@ def check_gpu_support(
             f"kv_cache {kv} has no GPU kernel yet, since none reads windows; take a format without "
             "them, or use device='cpu'"
         )
-    if kv.rotated:
-        raise UnsupportedModel(
-            f"kv_cache {kv} has no GPU kernel yet; leave :rotated away, or use device='cpu'"
-        )
     for name in (kv.key_format, kv.value_format):
-        if name not in KV_CODES or (name == "fp4" and kv.group_size != 32):
+        if name not in KV_CODES:
             raise UnsupportedModel(
-                f"kv_cache {name} with group_size {kv.group_size} has no GPU kernel yet; "
-                "use bf16, or fp4 with groups of 32"
+                f"kv_cache {name} has no GPU kernel; use one of {', '.join(KV_CODES)}"
+            )
+        if name != "bf16" and kv.group_size not in KV_GROUPS:
+            sizes = " or ".join(map(str, KV_GROUPS))
+            raise UnsupportedModel(
+                f"kv_cache {name}: group_size = {kv.group_size} has no GPU kernel yet; use {sizes}"
             )
 
 
@@ -215,8 +215,8 @@ class GpuModel:
         self._stream = xp.cuda.Stream(non_blocking=True)
         self._tables = xp.full((BUCKETS[-1], max_pages), self._scratch_page, np.int32)
         self._tables[0, 0] = self._scratch_page  # compiles what `enqueue` needs
-        longest = max_pages * cache[0][0].page_size
-        self._cos_sin = rotary_table(self.spec, longest)
+        self._most_tokens = max_pages * cache[0][0].page_size
+        self._cos_sin = rotary_table(self.spec, self._most_tokens)
         self._results = [
             _Results(
                 pinned_zeros(BUCKETS[-1], dtype=np.uint64),
@@ -226,8 +226,6 @@ class GpuModel:
             for _ in range(2)
         ]
         buckets = BUCKETS[: BUCKETS.index(_bucket(max_num_seqs)) + 1]
-        least = 1, self._buffers_of(buckets[0]).short_context + 1, LONG_CONTEXT
-        self._contexts = [length for length in dict.fromkeys(least) if length <= longest]
         prompt = Kind(BUCKETS[-1], prompt=True)
         planned = [*map(Kind, buckets), prompt, replace(prompt, logits=False)]
         self._compile(planned)
@@ -262,12 +260,13 @@ class GpuModel:
         self._choosers, self._enqueued, self._taken = choosers, 0, 0
         sampled = any(map(needs_sampler, choosers))
         self._longest = int(batch.positions.max()) + 1
-        kinds = [Kind(_bucket(len(choosers)), context, sampled) for context in self._contexts]
+        bucket = _bucket(len(choosers))
+        kinds = [Kind(bucket, context, sampled) for context in self._contexts(bucket)]
         # Before _load: a first run writes.
         self._decoding = {kind.context: self._step(kind) for kind in kinds}
         cupy().cuda.Stream.null.synchronize()  # page copies were made there
         rows = list(range(len(choosers)))
-        self._load(self._decoding[self._contexts[0]][0], batch, rows, rows)
+        self._load(self._decoding[kinds[0].context][0], batch, rows, rows)
         if self._sampler is not None and sampled:
             with self._stream:
                 self._sampler.set_rows(choosers)
@@ -275,7 +274,8 @@ class GpuModel:
     def enqueue(self, new_pages: Iterable[tuple[int, int, int]]) -> None:
         """Begins a step, and does not wait. new_pages: (sequence, index, page) for its tables."""
         assert self._enqueued - self._taken < len(self._results)
-        step, graph = self._decoding[self._context(self._longest + self._enqueued)]
+        length = self._longest + self._enqueued
+        step, graph = self._decoding[max(least for least in self._decoding if least <= length)]
         results = self._results[self._enqueued % len(self._results)]
         with self._stream:
             for row, index, page in new_pages:
@@ -326,21 +326,23 @@ class GpuModel:
         """Compiles the kernels of these steps and of their variants, in threads."""
         with recorded(), collected() as wanted:
             for kind in planned:
-                for context in self._contexts:
+                for context in self._contexts(kind.bucket):
                     self._new_step(replace(kind, context=context)).enqueue()
             self._new_step(replace(planned[0], sampled=True)).enqueue()
         compile_all(wanted)
 
     def _kind(self, sequences: list[int], positions: Array, logits: bool) -> Kind:
         """Of a step whose rows are tokens of these sequences, at these positions."""
-        context = self._context(int(positions.max()) + 1)
-        if len(set(sequences)) < len(sequences):
-            return Kind(BUCKETS[-1], context, prompt=True, logits=logits)
-        return Kind(_bucket(len(sequences)), context)
+        length = int(positions.max()) + 1
+        prompt = len(set(sequences)) < len(sequences)
+        bucket = BUCKETS[-1] if prompt else _bucket(len(sequences))
+        context = max(least for least in self._contexts(bucket) if least <= length)
+        return Kind(bucket, context, prompt=prompt, logits=logits or not prompt)
 
-    def _context(self, length: int) -> int:
-        """The least number of tokens of the steps that sequences of `length` tokens take."""
-        return max(context for context in self._contexts if context <= length)
+    def _contexts(self, bucket: int) -> list[int]:
+        """Least lengths of the sequences for which steps of a bucket differ."""
+        contexts = self._buffers_of(bucket).contexts
+        return [context for context in contexts if context <= self._most_tokens]
 
     def _step(self, kind: Kind) -> tuple[DecodeStep, Graph | Eager]:
         """The step and its graph. All kinds of a bucket share buffers."""

@@ -39,23 +39,25 @@ class KVPages:
         """Tokens a page."""
         return self.codes.shape[2]
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one head of a token: codes, scales and zero points."""
+        return sum(a.shape[-1] * a.itemsize for a in self.arrays())
+
     def arrays(self) -> list[Array]:
         """The arrays that are present."""
         return [a for a in (self.codes, self.scales, self.zeros) if a is not None]
 
 
 def to_kernel_pages(pages: KVPages) -> KVPages:
-    """Pages of any format as the GPU's kernels hold them: fp4 codes move, the rest is shared."""
-    return _with_words(pages, to_page_words)
+    """Pages of any format as the GPU's kernels hold them: codes of 4 bits move, the rest is
+    shared."""
+    return replace(pages, codes=to_page_words(pages.codes, pages.format))
 
 
 def from_kernel_pages(pages: KVPages) -> KVPages:
     """The inverse of `to_kernel_pages`."""
-    return _with_words(pages, from_page_words)
-
-
-def _with_words(pages: KVPages, move: Callable[[Array], Array]) -> KVPages:
-    return replace(pages, codes=move(pages.codes)) if pages.format == "fp4" else pages
+    return replace(pages, codes=from_page_words(pages.codes, pages.format))
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ def launch(
     driver = _driver()
     # All kernels with the same carve-out: a multiprocessor must be empty before it can change it.
     kernel.preferred_shared_memory_carveout = 100
-    if shared > PLAIN_SHARED_BYTES and kernel.max_dynamic_shared_size_bytes < shared:
+    fixed = kernel.shared_size_bytes
+    if fixed + shared > PLAIN_SHARED_BYTES and kernel.max_dynamic_shared_size_bytes < shared:
         kernel.max_dynamic_shared_size_bytes = shared
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]

@@ -169,7 +169,8 @@ class FakeGPU:
             built = kernel(found[1], original.get(symbol, symbol), **macros)
             handle = SimpleNamespace(ptr=next(self.handles))
             self.functions[handle.ptr] = symbol, built
-            return SimpleNamespace(name=symbol, kernel=handle, max_dynamic_shared_size_bytes=0)
+            sizes = {"max_dynamic_shared_size_bytes": 0, "shared_size_bytes": 0}
+            return SimpleNamespace(name=symbol, kernel=handle, **sizes)
 
         return SimpleNamespace(get_function=get_function)
 

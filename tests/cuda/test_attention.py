@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from npmoe.config import RopeConfig
+from npmoe.formats.hadamard import hadamard
 from npmoe.models.attention_split import AttentionSplit
 from npmoe.models.decode import EMPTY, KV_CODES
 from npmoe.ops.attention import paged_attention_ref
@@ -23,7 +24,9 @@ from tests.cuda.support import Memory, run_all_orders, same_bits
 from tests.helpers import make_pages, relative_error
 
 EPS = 1e-6
-ERROR = {"bf16": 3e-5, "fp4": 1e-3}  # weights have 16 bits, or 11, by the format of values
+ERROR = dict.fromkeys(KV_CODES, 1e-3) | {"bf16": 3e-5}
+"""By the format of values: weights have 11 bits, or 16 over bf16."""
+ARRAYS = ("codes", "scales", "zeros")  # of KVPages
 NO_PAGE = 1 << 28  # a block table's entry that may not be used
 
 
@@ -37,6 +40,8 @@ class Heads:
     page: int
     k_format: str
     v_format: str
+    group: int = 32
+    rotated: bool = False
 
 
 SPECIALISATIONS = (
@@ -55,12 +60,25 @@ LENGTHS = [  # blocks a cluster, splits, length of each sequence with its new to
     (8, 24, (128, 257, 700)),  # one cluster, two, and three with idle blocks in the last
 ]
 SANITIZED = SPECIALISATIONS[2:4]
-MARKS = {True: [pytest.mark.sanitize], False: []}
-by_heads = pytest.mark.parametrize(
-    "h",
-    [pytest.param(h, marks=MARKS[h in SANITIZED]) for h in SPECIALISATIONS],
-    ids=lambda h: "-".join(map(str, vars(h).values())),
+OTHER_FORMATS = (
+    Heads(8, 2, 128, 16, "int8", "int4"),
+    Heads(5, 1, 64, 8, "int8", "int8"),
+    Heads(2, 2, 64, 16, "fp8", "nvfp4", 64),
+    Heads(8, 1, 128, 32, "nvfp4", "fp8"),
+    Heads(3, 1, 128, 16, "int4_asym", "int4_asym"),
+    Heads(4, 2, 64, 12, "int4_asym", "mxfp4"),
+    Heads(6, 1, 128, 16, "mxfp4", "int4_asym", 64),
+    Heads(8, 2, 128, 16, "fp4", "fp4", 64),
+    Heads(4, 2, 128, 16, "int4", "bf16", rotated=True),
+    Heads(8, 1, 64, 16, "int8", "fp4", rotated=True),
 )
+MARKS = {True: [pytest.mark.sanitize], False: []}
+
+
+def by_heads(*heads: Heads) -> pytest.MarkDecorator:
+    """`parametrize` over `h`."""
+    marked = [pytest.param(h, marks=MARKS[h in SANITIZED]) for h in heads]
+    return pytest.mark.parametrize("h", marked, ids=lambda h: "-".join(map(str, vars(h).values())))
 
 
 @dataclass(frozen=True)
@@ -90,7 +108,8 @@ def make_step(
         table[s, :count], free = free[:count], free[count:]
     cache = []
     for fmt in (h.k_format, h.v_format):
-        pages = make_pages(fmt, sum(counts) + 2, h.kv_heads, h.dim, h.page)
+        pages = make_pages(fmt, sum(counts) + 2, h.kv_heads, h.dim, h.page, h.group)
+        pages = replace(pages, rotated=h.rotated)
         for a in pages.arrays():
             a.view(np.uint8)[...] = 0xFF  # NaN in bf16, and in fp4's scales
         for s, length in enumerate(lengths):
@@ -114,18 +133,19 @@ def make_step(
 def run_attention(
     h: Heads, step: Step, fused: bool = True, warps: int | None = None, scattered: bool = False
 ) -> tuple[np.ndarray, KVPages, KVPages]:
-    """out `[S, heads, D]`, and the pages afterwards. fused: attention itself stores the new tokens,
-    else store_kv before it. warps: of a block, if not as many as usual. scattered: all blocks run
-    at once."""
+    """out `[S, heads, D]`, of rotated pages still rotated, and the pages afterwards. fused:
+    attention itself stores the new tokens, else store_kv before it. warps: of a block, if not as
+    many as usual. scattered: all blocks run at once."""
     seqs = len(step.lengths)
-    split = AttentionSplit.fit(h.dim, h.k_format, h.v_format, 227 << 10)
+    token_bytes = step.k_pages.token_bytes + step.v_pages.token_bytes
+    split = AttentionSplit.fit(h.dim, token_bytes, 227 << 10)
     if warps is not None:
         split = replace(split, warps=warps, shared=split.shared // split.warps * warps)
     macros = dict(
         **{"HEADS": h.heads, "KV_HEADS": h.kv_heads, "HEAD_DIM": h.dim, "PAGE": h.page},
         **{"K_FORMAT": KV_CODES[h.k_format], "V_FORMAT": KV_CODES[h.v_format]},
         **split.macros() | {"LEAST": 16, "FUSED": int(fused), "CLUSTER": step.cluster},
-        **{"SCATTERED": int(scattered)},
+        **{"SCATTERED": int(scattered), "KV_GROUP": h.group, "ROTATED": int(h.rotated)},
     )
     attention = kernel("attention", "attention", **macros)
     store_kv = kernel("attention", "store_kv", **macros)
@@ -140,7 +160,7 @@ def run_attention(
         k, v = ([memory.writable(a) for a in p.arrays()] for p in given)
         norms = (None, None) if step.norms is None else [*map(memory.read_only, step.norms)]
         projected, cos_sin = memory.read_only(step.projected), memory.read_only(step.cos_sin)
-        pages = [*k, *[None] * (2 - len(k)), *v, *[None] * (2 - len(v))]
+        pages = [*k, *[None] * (3 - len(k)), *v, *[None] * (3 - len(v))]
         where = memory.read_only(step.table), memory.read_only(step.lengths)
         if not fused:
             launch(
@@ -161,8 +181,9 @@ def run_attention(
 
     out, *pages = run_all_orders(run)
     count = len(step.k_pages.arrays())
-    k_pages = from_kernel_pages(KVPages(h.k_format, *pages[:count]))
-    return out, k_pages, from_kernel_pages(KVPages(h.v_format, *pages[count:]))
+    k_pages = replace(step.k_pages, **dict(zip(ARRAYS, pages[:count], strict=False)))
+    v_pages = replace(step.v_pages, **dict(zip(ARRAYS, pages[count:], strict=False)))
+    return out, from_kernel_pages(k_pages), from_kernel_pages(v_pages)
 
 
 def new_heads(h: Heads, step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -179,7 +200,8 @@ def new_heads(h: Heads, step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 def written(step: Step, pages: KVPages, x: np.ndarray) -> KVPages:
     """The pages with the new tokens' x in their slots, by the formats' encoders."""
-    result = KVPages(pages.format, *(a.copy() for a in pages.arrays()))
+    arrays = (a.copy() for a in pages.arrays())
+    result = replace(pages, **dict(zip(ARRAYS, arrays, strict=False)))
     size, last = pages.page_size, step.lengths - 1
     page = step.table[np.arange(len(last)), last // size]
     write_kv_pages(result, x, page * size + last % size)
@@ -190,30 +212,48 @@ def same_pages(a: KVPages, b: KVPages) -> bool:
     return all(same_bits(x, y) for x, y in zip(a.arrays(), b.arrays(), strict=True))
 
 
-@by_heads
+@by_heads(*SPECIALISATIONS)
 @pytest.mark.parametrize(("cluster", "splits", "lengths"), LENGTHS)
 def test_attention(h: Heads, cluster: int, splits: int, lengths: tuple[int, ...]) -> None:
+    check_attention(h, cluster, splits, lengths)
+
+
+@by_heads(*OTHER_FORMATS)
+@pytest.mark.parametrize(("cluster", "splits", "lengths"), [LENGTHS[1], LENGTHS[5]])
+def test_other_formats(h: Heads, cluster: int, splits: int, lengths: tuple[int, ...]) -> None:
+    check_attention(h, cluster, splits, lengths)
+
+
+def check_attention(h: Heads, cluster: int, splits: int, lengths: tuple[int, ...]) -> None:
     step = make_step(h, splits, lengths, plain=False, cluster=cluster)
     out, k_pages, v_pages = run_attention(h, step)
     q, k, v = new_heads(h, step)
-    assert same_pages(v_pages, written(step, step.v_pages, v))
-    # The last bit of the norm may move a key over the border between two codes: a few bytes.
-    by_definition = written(step, step.k_pages, k)
-    for got, want in zip(k_pages.arrays(), by_definition.arrays(), strict=True):
-        assert (got.view(np.uint8) != want.view(np.uint8)).sum() <= 0.02 * k.size
-    for s, length in enumerate(step.lengths):
-        pairs = [read_kv_pages(p, step.table[s], length) for p in (k_pages, by_definition)]
-        assert same_bits(pairs[0][:-1], pairs[1][:-1])
-        assert relative_error(pairs[0][-1], pairs[1][-1]) < 0.2
+    if h.rotated:
+        check_new_tokens(step, v_pages, written(step, step.v_pages, v))
+    else:
+        assert same_pages(v_pages, written(step, step.v_pages, v))
+    check_new_tokens(step, k_pages, written(step, step.k_pages, k))
     seqs = np.arange(len(lengths) + 1)
     expected = paged_attention_ref(
         *(q, k_pages, v_pages, step.table, seqs, step.lengths, h.dim**-0.5)
     )
-    assert relative_error(out, expected) < ERROR[h.v_format]
+    assert relative_error(hadamard(out) if h.rotated else out, expected) < ERROR[h.v_format]
+
+
+def check_new_tokens(step: Step, pages: KVPages, by_definition: KVPages) -> None:
+    """The last bit of a norm or of a rotation may move an element over the border between two
+    codes, or, once in a great while, an amax to another scale: a few bytes."""
+    new = pages.codes[0].size // pages.page_size * len(step.lengths)
+    for got, want in zip(pages.arrays(), by_definition.arrays(), strict=True):
+        assert (got.view(np.uint8) != want.view(np.uint8)).sum() <= 0.04 * new
+    for s, length in enumerate(step.lengths):
+        pairs = [read_kv_pages(p, step.table[s], length) for p in (pages, by_definition)]
+        assert same_bits(pairs[0][:-1], pairs[1][:-1])
+        assert relative_error(pairs[0][-1], pairs[1][-1]) < 0.2
 
 
 @pytest.mark.parametrize(("cluster", "splits"), [(1, 2), (2, 6), (4, 4), (8, 8)])
-@by_heads
+@by_heads(*SPECIALISATIONS)
 def test_other_numbers_of_warps_attend_alike(h: Heads, cluster: int, splits: int) -> None:
     step = make_step(h, splits, (5, 700), plain=False, cluster=cluster)
     team = h.dim // 32
@@ -223,7 +263,7 @@ def test_other_numbers_of_warps_attend_alike(h: Heads, cluster: int, splits: int
 
 
 @pytest.mark.parametrize(("cluster", "splits"), [(1, 32), (2, 6), (8, 24)])
-@by_heads
+@by_heads(*SPECIALISATIONS)
 def test_clusters_that_share_the_last_combination_attend_alike(
     h: Heads, cluster: int, splits: int
 ) -> None:
@@ -233,7 +273,7 @@ def test_clusters_that_share_the_last_combination_attend_alike(
 
 
 @pytest.mark.parametrize(("cluster", "splits"), [(1, 4), (8, 16)])
-@by_heads
+@by_heads(*SPECIALISATIONS)
 def test_storing_first_changes_no_bit(h: Heads, cluster: int, splits: int) -> None:
     step = make_step(h, splits, (1, 17, 300), plain=False, cluster=cluster)
     together, apart = run_attention(h, step), run_attention(h, step, fused=False)
@@ -241,17 +281,18 @@ def test_storing_first_changes_no_bit(h: Heads, cluster: int, splits: int) -> No
     assert all(same_pages(a, b) for a, b in zip(together[1:], apart[1:], strict=True))
 
 
-@by_heads
+@by_heads(*SPECIALISATIONS, *(h for h in OTHER_FORMATS if not h.rotated))
 def test_written_keys_and_values_are_those_of_the_encoders(h: Heads) -> None:
     """Bit for bit, for values that are hard: zeros, halves of steps, tiny and huge groups."""
     step = make_step(h, 2, (1, 70, 130), plain=True)
     rng = np.random.default_rng(4)
+    huge = 3e2 if "nvfp4" in (h.k_format, h.v_format) else 3e4
     step.projected[0, -1] = 0  # the outlier: 300 times huge is too much
     rows = step.projected.reshape(-1, 32)  # groups
     rows[1::7] = 0
     rows[2::7] = rng.integers(-24, 25, rows[2::7].shape) / 4
     rows[3::7] *= np.float32(1e-7)  # scales that are subnormal, or nothing, in fp16
-    rows[4::7] *= np.float32(3e4)
+    rows[4::7] *= np.float32(huge)
     rows[5::7, 3:] = -0.0
     _, k_pages, v_pages = run_attention(h, step)
     _, k, v = new_heads(h, step)

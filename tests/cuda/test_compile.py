@@ -72,6 +72,13 @@ STEPS: list[tuple[GPU, Shape, str, Format, int]] = [  # GPU, model, weights, K a
     (L4, QWEN, "nvfp4", "fp4", 2),
     (B200, QWEN, "mxfp4", "fp4", 1),
     (RTX5090, SMALL_HEADS, "int4", "bf16", 4),
+    (H200, QWEN, "fp4", "k8v4:rotated", 1),
+    (H200, SEED, "fp4", "int8", 1),
+    (H200, QWEN, "fp4", "int4_asym", 1),
+    (A100, QWEN, "fp4", ("nvfp4", "fp8"), 8),
+    (L4, SMALL_HEADS, "fp4", ("int4", "mxfp4"), 2),
+    (B200, QWEN, "fp4", ("mxfp4", "int4_asym"), 1),
+    (RTX5090, QWEN, "fp4", "nvfp4:rotated", 1),
 ]
 DENSE = {"K": 256, "TOKENS": 1, "W_FORMAT": 1, "BATCH": 1, "STAGES": 2, "WARPS": 2}
 EXPERTS = {"HIDDEN": 256, "WIDTH": 256, "EXPERTS": 8, "TOP_K": 2, "RENORMALIZE": 1}
@@ -190,7 +197,8 @@ def test_prepare_compiles(gpu: GPU, source: int, target: int) -> None:
             ATTENTION | {"HEADS": 64},
             "1 to 8 query heads",
         ),
-        ("attention", ATTENTION | {"K_FORMAT": 2}, "define K_FORMAT"),
+        ("attention", ATTENTION | {"K_FORMAT": 8}, "define K_FORMAT"),
+        ("attention", ATTENTION | {"KV_GROUP": 16}, "KV_GROUP 32 or 64"),
         ("attention", ATTENTION | {"CLUSTER": 3}, "CLUSTER 1, 2, 4 or 8"),
         ("embed", {"K": 129}, "even K"),
         *((stem, DENSE | {"K": 200}, "multiples of 128") for stem in ("qkv", "output", "lm_head")),

@@ -81,6 +81,7 @@ def make_cache(kv: str | tuple[str, str], seqs: int) -> KVCache:
         (MIXED, "fp4", (9, 40), True, False),
         ({"attention": "int4", "experts": "nvfp4", "lm_head": "fp8"}, "bf16", (3,), False, False),
         ("fp4", "bf16", (9, 4, 1, 30, 2, 17, 8, 3), True, True),
+        ("fp4", "k8v4:rotated", (40, 9), True, False),
     ],
 )
 def test_a_step_is_that_of_the_model(

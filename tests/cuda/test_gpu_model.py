@@ -83,14 +83,13 @@ def gpu_on_cpu() -> Iterator[None]:
         "cupy": lambda: xp,
         "Graph": Graph,
         "BUCKETS": (2,),
-        "LONG_CONTEXT": LONG_CONTEXT,
     }
     replaced["pinned_zeros"] = lambda *shape, dtype: np.zeros(shape, dtype)
     replaced["copy_to_pinned"] = copy_to_pinned
     with (
         decode_on_cpu(kernel, launch, True, multiprocessors=3),
         patch.object(sampler, "CLUSTER", 2),
-        patch.object(decode, "LONG_CONTEXT", LONG_CONTEXT),
+        patch.object(decode, "LONG_CONTEXT", 2 * LONG_CONTEXT),
         patch.object(decode.DecodeStep, "short_context", SHORT_CONTEXT),
         patch.object(GpuModel, "max_sampled_seqs", 2),
         patch.multiple(gpu, **replaced),

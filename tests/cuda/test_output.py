@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from npmoe.formats.hadamard import hadamard
 from npmoe.ops.linear import linear_ref
 from tests.cuda.support import (
     TOLERANCE,
@@ -35,7 +36,12 @@ LAUNCHES = [  # tokens at most, rows, blocks, bias
 
 def test_blocks_without_tiles_write_nothing() -> None:
     """More blocks than row tiles, one tile a block, everything in shared memory."""
-    test_output("fp4", 512, 1, 1, 8, tokens=1, rows=32, blocks=4, biased=False)
+    check_output("fp4", 512, 1, 1, 8, tokens=1, rows=32, blocks=4, biased=False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rotated_heads(head_dim: int) -> None:
+    check_output("fp4", 256, 3, 3, 2, tokens=2, rows=48, blocks=2, biased=True, head_dim=head_dim)
 
 
 @pytest.mark.parametrize(("tokens", "rows", "blocks", "biased"), LAUNCHES)
@@ -51,12 +57,28 @@ def test_output(
     blocks: int,
     biased: bool,
 ) -> None:
+    check_output(fmt, columns, max_tokens, tiles, ring, tokens, rows, blocks, biased)
+
+
+def check_output(
+    fmt: str,
+    columns: int,
+    max_tokens: int,
+    tiles: int,
+    ring: int,
+    tokens: int,
+    rows: int,
+    blocks: int,
+    biased: bool,
+    head_dim: int = 0,
+) -> None:
+    """head_dim: of heads that are rotated as they are read, if any are."""
     tokens = min(tokens, max_tokens)
     rng = np.random.default_rng(columns + rows)
     w, x = weight(rng, fmt, rows, columns), activations(rng, tokens, columns)
     before = rng.standard_normal((tokens, rows)).astype(np.float32)
     bias = rng.standard_normal(rows).astype(np.float32) if biased else None
-    macros = {"K": columns, "TOKENS": max_tokens}
+    macros = {"K": columns, "TOKENS": max_tokens, "ROTATED": head_dim}
     output = streaming(
         "output", "output", fmt, columns, tiles, rows, ring, tokens=max_tokens, **macros
     )
@@ -73,4 +95,6 @@ def test_output(
 
     residual, emptied = run_all_orders(run)
     assert (emptied.view(np.uint32) == 0xFFFFFFFF).all()
-    assert relative_error(residual, before + linear_ref(x, w, bias)) < TOLERANCE
+    heads = x.reshape(tokens, -1, head_dim or columns)
+    read = hadamard(heads).reshape(x.shape) if head_dim else x
+    assert relative_error(residual, before + linear_ref(read, w, bias)) < TOLERANCE

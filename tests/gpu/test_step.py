@@ -1,5 +1,7 @@
 """The decode step's kernels on a GPU, whole and in sequence, against the NumPy model."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -53,7 +55,17 @@ def random_weights(spec: ModelSpec, policy: WeightsPolicy) -> tuple[dict[str, An
 
 
 def on_gpu(pages: KVPages) -> KVPages:
-    return KVPages(pages.format, *map(cupy().asarray, to_kernel_pages(pages).arrays()))
+    """The pages as kernels hold them, on the device."""
+    return _with_arrays(pages, map(cupy().asarray, to_kernel_pages(pages).arrays()))
+
+
+def from_gpu(pages: KVPages) -> KVPages:
+    """The inverse of `on_gpu`."""
+    return from_kernel_pages(_with_arrays(pages, (a.get() for a in pages.arrays())))
+
+
+def _with_arrays(pages: KVPages, arrays: Iterable[Any]) -> KVPages:
+    return replace(pages, **dict(zip(("codes", "scales", "zeros"), arrays, strict=False)))
 
 
 CASES = [  # weights, kv, head_dim, sequences, context
@@ -84,12 +96,25 @@ CASES = [  # weights, kv, head_dim, sequences, context
 ]
 
 
+OTHER_CACHES = [  # the same
+    ("fp4", "k8v4", 128, 1, 700),
+    ("bf16", "int8", 64, 4, 300),
+    ("fp4", "fp8", 128, 8, 65),
+    ("fp4", "mxfp4", 128, 1, 1700),
+    ("fp4", KVCacheConfig("nvfp4", "nvfp4", 64), 64, 2, 200),
+    ("bf16", "int4", 128, 1, 1600),
+    ("fp4", "int4_asym", 128, 2, 100),
+    ("fp4", ("int4_asym", "fp8"), 64, 1, 90),
+    ("bf16", "fp4:rotated", 128, 1, 700),
+    ("fp4", "k8v4:rotated", 64, 2, 200),
+    ("bf16", KVCacheConfig("fp4", "int4", 64), 128, 1, 1500),
+]
 GROUPED = [(*case, True) for case in CASES if case[3] > 1]
 
 
 @pytest.mark.parametrize(
     ("weights", "kv", "head_dim", "seqs", "context", "grouped"),
-    [*((*c, False) for c in CASES), *GROUPED],
+    [*((*c, False) for c in CASES + OTHER_CACHES), *GROUPED],
 )
 def test_steps_agree_with_numpy(weights, kv, head_dim, seqs, context, grouped) -> None:
     check_steps(tiny_spec(head_dim), weights, kv, seqs, context, Tuning(grouped=grouped))
@@ -126,7 +151,7 @@ def test_steps_of_large_experts_agree_with_numpy(weights, kv, context, followed)
 def check_steps(
     spec: ModelSpec,
     weights: str | WeightsPolicy,
-    kv: str | tuple[str, str],
+    kv: str | tuple[str, str] | KVCacheConfig,
     seqs: int,
     context: int,
     tuning: Tuning,
@@ -171,7 +196,7 @@ def check_steps(
         step.tokens.set(tokens)
     for mine, theirs in zip(cache.layers, device_cache, strict=True):
         for a, b in zip(mine, theirs, strict=True):
-            found = from_kernel_pages(KVPages(b.format, *(y.get() for y in b.arrays())))
+            found = from_gpu(b)
             assert (a.codes != found.codes).mean() < 0.01  # roundings that fell the other way
             if a.scales is not None:
                 assert found.scales is not None

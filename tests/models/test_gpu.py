@@ -39,7 +39,9 @@ def test_what_has_kernels_passes() -> None:
     check(stored={"attention": "mixed"}, weights="bf16")
     check(stored={"attention": "fp8", "experts": "mxfp4", "lm_head": "bf16"})
     check(weights={"experts": "nvfp4", "attention": "int4", "lm_head": "int4_asym"})
-    check(kv=KVCacheConfig("bf16", "bf16", 64))
+    check(kv=KVCacheConfig("bf16", "bf16", 16))
+    check(kv="k8v4:rotated")
+    check(kv=KVCacheConfig("int4_asym", "nvfp4", 64))
 
 
 @pytest.mark.parametrize(
@@ -72,12 +74,10 @@ def test_layers_without_a_kernel(spec: ModelSpec, message: str) -> None:
         ),
         ({"stored": {"attention": "mixed"}}, "no GPU kernel reads mixed weights"),
         ({"stored": {"table": "fp32"}}, "reads a table in bf16, this checkpoint has fp32"),
-        ({"kv": "fp8"}, "kv_cache fp8 .* no GPU kernel"),
-        ({"kv": "mxfp4"}, "kv_cache mxfp4 .* no GPU kernel"),
-        ({"kv": ("bf16", "nvfp4")}, "kv_cache nvfp4 .* use bf16, or fp4 with groups of 32"),
-        ({"kv": "fp4:rotated"}, "kv_cache fp4:rotated has no GPU kernel"),
+        ({"kv": "fp32"}, "kv_cache fp32 has no GPU kernel; use one of bf16, fp4, .* fp8"),
+        ({"kv": ("bf16", "fp32")}, "kv_cache fp32 has no GPU kernel"),
         ({"kv": "fp4+"}, r"kv_cache fp4\+ has no GPU kernel yet, since none reads windows"),
-        ({"kv": KVCacheConfig("fp4", "fp4", 16)}, "group_size 16"),
+        ({"kv": KVCacheConfig("fp4", "fp4", 16)}, "group_size = 16 .* use 32 or 64"),
     ],
 )
 def test_formats_without_a_kernel(options: dict, message: str) -> None:
