@@ -61,18 +61,27 @@ def kernel_times(
     traffic = step_traffic(
         *(spec, subject.parameters, weights, setup.cache, batch, options.context, "cuda")
     )
+    return chain_times(step, options.context, traffic, ceiling)
+
+
+def chain_times(
+    step: DecodeStep, context: int, traffic: Traffic, ceiling: float, stem: str = ""
+) -> list[KernelTime]:
+    """`kernel_times` of a step that has run at this context; of kernels whose names begin with
+    `stem` alone. ceiling: bytes a second."""
     with recorded() as launches:
         step.enqueue()
     scratch = cupy().zeros(FLUSH_BYTES, "uint8")
 
     def prepare() -> None:
-        step.seq_lens[...] = options.context
+        step.seq_lens[...] = context
         scratch[...] = 1
 
     found = []
-    for chain in by_kernel(launches).values():
-        milliseconds = replay_ms(Graph(partial(run, chain)), prepare, REPLAYS)
-        found.append(achieved(chain, milliseconds, traffic, ceiling))
+    for name, chain in by_kernel(launches).items():
+        if name.startswith(stem):
+            milliseconds = replay_ms(Graph(partial(run, chain)), prepare, REPLAYS)
+            found.append(achieved(chain, milliseconds, traffic, ceiling))
     return found
 
 

@@ -53,13 +53,11 @@ def measure(subject: Subject, options: BenchOptions, device: str) -> dict[str, A
     kv = options.kv_cache
     behind = [ROTATED] * kv.rotated + ([str(kv.windows)] if kv.windows else [])
     halves = [":".join([name, *behind]) for name in (kv.key_format, kv.value_format)]
-    formats = subject.chosen(options.weights)
-    same = len(set(formats.values())) == 1
     return {
         "shape": subject.name,
         "device": device,
         **({"gpu": gpu_name()} if device == "cuda" else {}),
-        "weights": next(iter(formats.values())) if same else formats,
+        "weights": subject.chosen_briefly(options.weights),
         "kv": halves[0] if halves[0] == halves[1] else halves,
         "batch": options.batch,
         "context": options.context,
@@ -142,8 +140,8 @@ def describe_record(record: dict[str, Any]) -> str:
     r = record
     where = r.get("gpu", r["device"])
     head = (
-        f"{r['shape']} on {where}: weights {_words(r['weights'])}, KV cache {_words(r['kv'])}, "
-        f"batch {r['batch']}, context {r['context']:,}"
+        f"{r['shape']} on {where}: weights {format_words(r['weights'])}, "
+        f"KV cache {format_words(r['kv'])}, batch {r['batch']}, context {r['context']:,}"
     )
     rows = {
         "bytes of a step": gigabytes(r["bytes_per_token"]),
@@ -163,7 +161,8 @@ def describe_record(record: dict[str, Any]) -> str:
     return "\n".join([head, *(f"  {name:16} {text}" for name, text in rows.items())])
 
 
-def _words(formats: str | dict[str, str] | list[str]) -> str:
+def format_words(formats: str | dict[str, str] | list[str]) -> str:
+    """Formats of a record as a command line spells them."""
     if isinstance(formats, dict):
         return ",".join(f"{part}={name}" for part, name in formats.items())
     return formats if isinstance(formats, str) else ",".join(formats)

@@ -52,6 +52,19 @@ class GpuSetup:
     ) -> "GpuSetup":
         """With pages for `context` tokens, or for the loop of `engine_times` if that is more."""
         pages = pages_for(spec, context, page_size)
+        return cls.with_pages(spec, weights, kv, batch, page_size, pages)
+
+    @classmethod
+    def with_pages(
+        cls,
+        spec: ModelSpec,
+        weights: dict[str, Any],
+        kv: KVCacheConfig,
+        batch: int,
+        page_size: int,
+        pages: int,
+    ) -> "GpuSetup":
+        """With so many pages for each sequence."""
         cache = random_cache(spec, kv, batch * pages, page_size, "cuda")
         table = cupy().arange(batch * pages, dtype=np.int32).reshape(batch, pages)
         return cls(spec, weights, cache, table)
@@ -67,14 +80,20 @@ def pages_for(spec: ModelSpec, context: int, page_size: int) -> int:
     return max(-(-context // page_size), _gap_pages(spec, page_size))
 
 
+def greedy_step(setup: GpuSetup, context: int) -> DecodeStep:
+    """A decode step for sequences of `context` tokens that ends with the best token of each."""
+    args = setup.spec, setup.weights, setup.cache.pages, setup.block_table
+    step = DecodeStep(*args).for_context(context)
+    # Equal tokens would choose the same experts.
+    ids = np.random.default_rng(0).permutation(setup.spec.vocab_size)[: setup.batch]
+    step.tokens[...] = cupy().asarray(ids.astype(np.int32))
+    return step
+
+
 def sampled_steps(setup: GpuSetup, context: int) -> dict[str, DecodeStep]:
     """Way of choosing the next token on the device -> a decode step that ends with it, as it is
     for sequences of `context` tokens."""
-    args = setup.spec, setup.weights, setup.cache.pages, setup.block_table
-    greedy = DecodeStep(*args).for_context(context)
-    # Equal tokens would choose the same experts.
-    ids = np.random.default_rng(0).permutation(setup.spec.vocab_size)[: setup.batch]
-    greedy.tokens[...] = cupy().asarray(ids.astype(np.int32))
+    greedy = greedy_step(setup, context)
     top_p = greedy.with_sampler(Sampler(setup.batch, setup.spec.vocab_size))
     assert top_p.sampler is not None
     rows = [Chooser(TOP_P, [0], 1, seed, 0, frozenset()) for seed in range(setup.batch)]

@@ -45,6 +45,11 @@ class Subject:
         """The formats of the parts that a user chooses."""
         return {p: name for p, name in self.formats(policy).items() if p in WEIGHT_PARTS}
 
+    def chosen_briefly(self, policy: WeightsPolicy) -> str | dict[str, str]:
+        """`chosen`, or the one format where all parts have the same."""
+        formats = self.chosen(policy)
+        return next(iter(formats.values())) if len(set(formats.values())) == 1 else formats
+
 
 def named_shape(name: str) -> Subject:
     """One of SHAPES. Raises ValueError for another name."""

@@ -7,6 +7,7 @@ import pytest
 import npmoe
 from npmoe import cli
 from npmoe.bench.kernels import kernel_times
+from npmoe.bench.kv_table import TableOptions, measure_cells
 from npmoe.bench.measure import BenchOptions
 from npmoe.bench.subject import checkpoint
 from npmoe.config import KVCacheConfig
@@ -53,3 +54,12 @@ def test_kernels_by_themselves() -> None:
     times = kernel_times(subject, options)
     assert {"qkv_fp4", "attention_fp4", "gate_up_fp4", "lm_head_bf16"} <= {t.name for t in times}
     assert all(t.us > 0 and t.gbps > 0 for t in times)
+
+
+def test_cells_of_the_kv_table() -> None:
+    formats = tuple(map(KVCacheConfig.parse, ("bf16", "fp4")))
+    options = TableOptions({"attention": "fp4"}, formats, contexts=(300,), batches=(1, 8))
+    cells = list(measure_cells(checkpoint(shipped_model()), options, "cuda"))
+    assert [c["batch"] for c in cells] == [1, 1, 8, 8]
+    assert all(c["ms_per_token"] > 0 and c["attention_gbps"] > 0 for c in cells)
+    assert cells[0]["tokens_that_fit"] < cells[1]["tokens_that_fit"]
