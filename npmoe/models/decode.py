@@ -1,9 +1,10 @@
 """The decode step on the GPU: one token each of up to 8 sequences, as launches for a graph.
 
 Six kernels a layer: qkv, attention (with q/k norm, rotary and the KV write), output, route,
-gate_up, down. Large experts of one sequence run in one kernel, which goes on with the next layer's
-qkv; of several sequences they are grouped instead (npmoe/models/grouped.py). Then lm_head with the
-greedy choice, or sample after it. `embed` of the next step reads the token on the device.
+gate_up, down; qk_norm before attention where a norm is over a whole projection. Large experts of
+one sequence run in one kernel, which goes on with the next layer's qkv; of several sequences they
+are grouped instead (npmoe/models/grouped.py). Then lm_head with the greedy choice, or sample after
+it. `embed` of the next step reads the token on the device.
 """
 
 from copy import copy
@@ -236,10 +237,12 @@ class DecodeStep:
         before = self._expert_streams[i - 1] if i else None
         if before is None or before.qkv is None:
             self._qkv(w, before)
-        self._attention(i, w)
-        o = w["o_proj"]
         a = self.spec.layers[i].attention
         assert isinstance(a, AttentionSpec)
+        if a.qk_norm == "projection" or a.clip is not None:
+            self._norm_projections(a, w)
+        self._attention(i, w)
+        o = w["o_proj"]
         rotated = a.head_dim if self.cache[i][0].rotated else 0
         function, threads, shared = self._gemv("output", o, rotated=rotated)
         launch(
@@ -310,6 +313,20 @@ class DecodeStep:
             shared=shared,
         )
 
+    def _norm_projections(self, a: AttentionSpec, w: dict[str, Any]) -> None:
+        """Norms that need all of q or of k, and bounds of q, k and v."""
+        norms = (w["q_norm"], w["k_norm"]) if a.qk_norm == "projection" else (None, None)
+        rows = {"Q_ROWS": a.num_heads * a.head_dim, "K_ROWS": a.num_kv_heads * a.head_dim}
+        launch(
+            kernel("qk_norm", "qk_norm", **rows),
+            (2 if a.clip is None else 3, self.num_seqs),
+            256,
+            self.projected,
+            *norms,
+            self.spec.eps,
+            np.inf if a.clip is None else float(a.clip),
+        )
+
     def _route(self, w: dict[str, Any], mlp: ExpertSpec) -> None:
         experts, warps = mlp.router.num_experts, 4 if self.spec.hidden_size < WIDE else 8
         launch(
@@ -343,6 +360,7 @@ class DecodeStep:
             "FUSED": int(self.fused),
             "SCATTERED": int(self._all_at_once),
         }
+        q_norm, k_norm = (w["q_norm"], w["k_norm"]) if a.qk_norm == "head" else (None, None)
         pages = k.codes, k.scales, k.zeros, v.codes, v.scales, v.zeros
         cache = *pages, self.block_table, self.seq_lens
         if not self.fused:
@@ -350,14 +368,14 @@ class DecodeStep:
                 kernel("attention", "store_kv", **macros),
                 (2 * a.num_kv_heads, self.num_seqs),
                 a.head_dim // 2,
-                *(self.projected, w["k_norm"], self.cos_sin, *cache),
+                *(self.projected, k_norm, self.cos_sin, *cache),
                 *(self.block_table.shape[1], self.spec.eps),
             )
         launch(
             kernel("attention", "attention", **macros),
             (self.splits, a.num_kv_heads, self.num_seqs),
             32 * split.warps,
-            *(self.attended, self.projected, w["q_norm"], w["k_norm"], self.cos_sin, *cache),
+            *(self.attended, self.projected, q_norm, k_norm, self.cos_sin, *cache),
             *(self.partial, self.arrived, self.block_table.shape[1], self.spec.eps, a.scale),
             shared=split.shared,
         )

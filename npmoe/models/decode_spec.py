@@ -32,15 +32,14 @@ def check_decode_spec(spec: ModelSpec) -> None:
             raise _no_kernel(f"norm = {layer.norm!r}")
         if not isinstance(mlp, ExpertSpec):
             raise _no_kernel("a dense MLP")
-        top_k = mlp.router.top_k
+        top_k, by_head = mlp.router.top_k, a.qk_norm == "head"
         for what, present in (
             (f"{top_k} experts a token", top_k > MAX_TOP_K),
             ("a sliding window", a.window is not None),
             ("attention sinks", a.sinks),
             ("attention with an output gate", a.output_gate),
-            ("clipped q, k and v", a.clip is not None),
+            ("q, k and v clipped after a norm of each head", a.clip is not None and by_head),
             ("interleaved rotary", a.interleaved),
-            ("a q/k norm over the projection", a.qk_norm == "projection"),
             ("a q/k norm after rotary", a.qk_norm == "rotated"),
             (f"head_dim {a.head_dim}", a.head_dim not in (64, 128)),
             ("more than 8 query heads a KV head", a.num_heads > 8 * a.num_kv_heads),

@@ -61,7 +61,6 @@ def test_a_small_copy_of_lists_by_layer() -> None:
     ("name", "words"),
     [
         ("gpt-oss-20b", "attention sinks|a sliding window"),
-        ("olmoe-1b-7b", "a q/k norm over the projection"),
     ],
 )
 def test_shapes_without_kernels(name: str, words: str) -> None:

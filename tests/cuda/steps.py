@@ -33,10 +33,11 @@ class Shape:
     width: int
     vocab: int
     renormalize: bool = True
+    qk_norm: str = "head"
 
     def spec(self) -> ModelSpec:
         attention = AttentionSpec(
-            *(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5), qk_norm="head"
+            *(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5), qk_norm=self.qk_norm
         )
         router = RouterSpec(self.experts, self.top_k, self.renormalize)
         layer = LayerSpec(attention, ExpertSpec(router, self.width))

@@ -22,6 +22,7 @@ needs_nvrtc = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 QWEN = Shape("qwen3-30b-a3b", 2048, 48, 32, 4, 128, 128, 8, 768, 151936)
 SEED = Shape("seed-67b", 4096, 32, 32, 8, 128, 64, 8, 2560, 128256)
 MIXTRAL = Shape("mixtral-8x7b", 4096, 32, 32, 8, 128, 8, 2, 14336, 32000)
+OLMOE = Shape("olmoe-1b-7b", 2048, 16, 16, 16, 128, 64, 8, 1024, 50304, False, "projection")
 SMALL_HEADS = Shape("small-heads", 2048, 16, 16, 8, 64, 64, 8, 1024, 50304, renormalize=False)
 
 
@@ -73,6 +74,7 @@ STEPS: list[tuple[GPU, Shape, str, Format, int]] = [  # GPU, model, weights, K a
     (B200, QWEN, "mxfp4", "fp4", 1),
     (RTX5090, SMALL_HEADS, "int4", "bf16", 4),
     (H200, QWEN, "fp4", "k8v4:rotated", 1),
+    (H200, OLMOE, "fp4", "fp4", 1),
     (H200, SEED, "fp4", "int8", 1),
     (H200, QWEN, "fp4", "int4_asym", 1),
     (A100, QWEN, "fp4", ("nvfp4", "fp8"), 8),
@@ -165,7 +167,7 @@ def test_shared_memory_fits(step: tuple[GPU, Shape, str, Format, int]) -> None:
 
 def test_every_source_is_launched() -> None:
     stems = {path.stem for path in folder("cuda_src").glob("*.cu")}
-    asked = {x.kernel.stem for x in launches(QWEN, "fp4", "fp4", 1, True, 132, H200.shared)}
+    asked = {x.kernel.stem for x in launches(OLMOE, "fp4", "fp4", 1, True, 132, H200.shared)}
     assert stems - asked == {"roofline", "prepare"}  # a bench, and loading: see below
 
 
@@ -201,6 +203,7 @@ def test_prepare_compiles(gpu: GPU, source: int, target: int) -> None:
         ("attention", ATTENTION | {"KV_GROUP": 16}, "KV_GROUP 32 or 64"),
         ("attention", ATTENTION | {"CLUSTER": 3}, "CLUSTER 1, 2, 4 or 8"),
         ("embed", {"K": 129}, "even K"),
+        ("qk_norm", {"Q_ROWS": 8, "K_ROWS": 6}, "multiples of 4"),
         *((stem, DENSE | {"K": 200}, "multiples of 128") for stem in ("qkv", "output", "lm_head")),
         *((stem, DENSE | {"TOKENS": 9}, "TOKENS 1 to 8") for stem in ("qkv", "output", "lm_head")),
         ("qkv", DENSE | {"BATCH": 0}, "1 or more"),

@@ -1,5 +1,6 @@
 """The whole decode step on the CPU, kernels, launches and buffers, against the NumPy model."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.kv.storage import KVCache
 from npmoe.models import decode, stream
 from npmoe.models.layers import CausalLM
+from npmoe.models.specs import AttentionSpec, ModelSpec
 from npmoe.ops import sampler
 from npmoe.ops.linear import prepare_linear
 from npmoe.ops.quantize import to_kernel_pages
@@ -29,7 +31,9 @@ SHAPE = Shape("tiny", 256, 2, 4, 2, 64, 8, 3, 128, 200)
 MIXED = {"attention": "fp8", "experts": "mxfp4", "lm_head": "int4_asym"}
 
 
-def make_weights(policy: WeightsPolicy) -> tuple[dict[str, Any], dict[str, Any]]:
+def make_weights(
+    policy: WeightsPolicy, norms_over_projections: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same weights for the NumPy model and for the step."""
     rng = np.random.default_rng(11)
     s, plain, step = SHAPE, {}, {}
@@ -51,8 +55,9 @@ def make_weights(policy: WeightsPolicy) -> tuple[dict[str, Any], dict[str, Any]]
         layer = f"layers.{i}."
         vector(layer + "input_layernorm", s.hidden)
         vector(layer + "post_attention_layernorm", s.hidden)
-        vector(layer + "q_norm", s.head_dim)
-        vector(layer + "k_norm", s.head_dim)
+        heads = (s.heads, s.kv_heads) if norms_over_projections else (1, 1)
+        vector(layer + "q_norm", heads[0] * s.head_dim)
+        vector(layer + "k_norm", heads[1] * s.head_dim)
         put(
             layer + "qkv_proj",
             matrix("attention", (s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden),
@@ -73,6 +78,19 @@ def make_cache(kv: str | tuple[str, str], seqs: int) -> KVCache:
     return KVCache(SHAPE.layers, pages, PAGE, SHAPE.kv_heads, SHAPE.head_dim, config)
 
 
+def with_norms_over_projections(spec: ModelSpec, clip: float | None) -> ModelSpec:
+    attention = spec.layers[0].attention
+    assert isinstance(attention, AttentionSpec)
+    attention = replace(attention, qk_norm="projection", clip=clip)
+    return replace(spec, layers=tuple(replace(x, attention=attention) for x in spec.layers))
+
+
+@pytest.mark.parametrize("clip", [None, 1.5])
+def test_a_step_with_norms_over_projections(clip: float | None) -> None:
+    spec = with_norms_over_projections(SHAPE.spec(), clip)
+    check_step(spec, "fp4", "bf16", (20, 3), True, False)
+
+
 @pytest.mark.parametrize(
     ("weights", "kv", "lengths", "bulk", "grouped"),
     [
@@ -91,9 +109,22 @@ def test_a_step_is_that_of_the_model(
     bulk: bool,
     grouped: bool,
 ) -> None:
+    check_step(SHAPE.spec(), weights, kv, lengths, bulk, grouped)
+
+
+def check_step(
+    spec: ModelSpec,
+    weights: str | WeightsPolicy,
+    kv: str | tuple[str, str],
+    lengths: tuple[int, ...],
+    bulk: bool,
+    grouped: bool,
+) -> None:
     """Four steps, each feeding the next its greedy token; the prompt runs in NumPy."""
-    plain, on_device = make_weights(parse_weights(weights))
-    model, seqs = CausalLM(SHAPE.spec(), plain), len(lengths)
+    attention = spec.layers[0].attention
+    assert isinstance(attention, AttentionSpec)
+    plain, on_device = make_weights(parse_weights(weights), attention.qk_norm == "projection")
+    model, seqs = CausalLM(spec, plain), len(lengths)
     rng = np.random.default_rng(5)
     tables = rng.permutation(PAGES_EACH * seqs).astype(np.int32).reshape(seqs, -1)
     cache, expected_cache = make_cache(kv, seqs), make_cache(kv, seqs)

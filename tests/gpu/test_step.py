@@ -120,6 +120,16 @@ def test_steps_agree_with_numpy(weights, kv, head_dim, seqs, context, grouped) -
     check_steps(tiny_spec(head_dim), weights, kv, seqs, context, Tuning(grouped=grouped))
 
 
+@pytest.mark.parametrize("clip", [None, 2.0])
+def test_norms_over_projections(clip: float | None) -> None:
+    spec = tiny_spec(128)
+    attention = spec.layers[0].attention
+    assert isinstance(attention, AttentionSpec)
+    attention = replace(attention, qk_norm="projection", clip=clip)
+    layer = replace(spec.layers[0], attention=attention)
+    check_steps(replace(spec, layers=(layer,) * 2), "fp4", "fp4", 2, 90, Tuning())
+
+
 @pytest.mark.parametrize("followed", [True, False])
 @pytest.mark.parametrize(
     ("weights", "kv", "context"),
