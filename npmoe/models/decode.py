@@ -171,8 +171,12 @@ class DecodeStep:
 
     @property
     def long_context(self) -> int:
-        """Least tokens for which attention is spread in smaller clusters."""
-        return max(1, LONG_CONTEXT // self.num_seqs)
+        """Least tokens for which attention is spread in smaller clusters: any, where one of the
+        larger ones for each head would be more than run at once."""
+        a = self.spec.layers[0].attention
+        assert isinstance(a, AttentionSpec)
+        crowded = CLUSTER * a.num_kv_heads * self.num_seqs > self.blocks * self._split.beside
+        return 1 if crowded else max(1, LONG_CONTEXT // self.num_seqs)
 
     @property
     def contexts(self) -> list[int]:

@@ -21,7 +21,7 @@ from npmoe.ops.quantize import to_kernel_pages
 from npmoe.ops.sample import Chooser, report
 from npmoe.sampling import SamplingParams
 from tests.cuda.build import Kernel, kernel, launch
-from tests.cuda.steps import Shape, decode_on_cpu
+from tests.cuda.steps import Shape, decode_on_cpu, empty_weights
 from tests.cuda.test_experts import interleaved
 from tests.cuda.test_lm_head import greedy
 from tests.helpers import relative_error
@@ -165,6 +165,39 @@ def check_step(
             assert (step.history[:, i] == tokens).all()
             tokens = expected.argmax(axis=1).astype(np.int32)
             assert (greedy(step.best) == tokens).all()
+
+
+ONE_LAYER = Shape("one-layer", 256, 1, 32, 8, 128, 8, 3, 128, 200)
+FEW_KV_HEADS = replace(ONE_LAYER, kv_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv", "seqs", "contexts", "blocks"),
+    [
+        (ONE_LAYER, "fp4", 1, [1, 1025, 8192], (32, 8, 1)),
+        (ONE_LAYER, "fp4", 2, [1, 1025, 4096], (16, 8, 2)),  # 256 of the 264 that run at once
+        (ONE_LAYER, "fp4", 8, [1], (4, 8, 8)),  # clusters of 8 would be 512 blocks
+        (ONE_LAYER, "bf16", 8, [1], (2, 8, 8)),  # one block a multiprocessor
+        (FEW_KV_HEADS, "fp4", 8, [1, 1024], (8, 4, 8)),
+    ],
+)
+def test_several_sequences_take_no_more_blocks_than_run_at_once(
+    shape: Shape, kv: str, seqs: int, contexts: list[int], blocks: tuple[int, ...]
+) -> None:
+    found: list[tuple[int, ...]] = []
+
+    def launch(kernel: str, grid: tuple[int, ...], *_: Any, **__: Any) -> None:
+        if kernel == "attention":
+            found.append(grid)
+
+    spec = shape.spec()
+    cache = KVCache(1, 2, PAGE, shape.kv_heads, shape.head_dim, KVCacheConfig.parse(kv))
+    with decode_on_cpu(lambda _, name, **__: name, launch, True, 132, 227 << 10):
+        table = np.zeros((seqs, 2), np.int32)
+        step = decode.DecodeStep(spec, empty_weights(shape, "fp4"), cache.layers, table)
+        assert step.contexts == contexts
+        step.for_context(8192).enqueue()
+    assert found == [blocks]
 
 
 @pytest.mark.parametrize("weights", ["fp4", "bf16", {"attention": "fp8", "experts": "fp4"}])

@@ -89,7 +89,7 @@ def gpu_on_cpu() -> Iterator[None]:
     with (
         decode_on_cpu(kernel, launch, True, multiprocessors=3),
         patch.object(sampler, "CLUSTER", 2),
-        patch.object(decode, "LONG_CONTEXT", 2 * LONG_CONTEXT),
+        patch.object(decode.DecodeStep, "long_context", LONG_CONTEXT),
         patch.object(decode.DecodeStep, "short_context", SHORT_CONTEXT),
         patch.object(GpuModel, "max_sampled_seqs", 2),
         patch.multiple(gpu, **replaced),
