@@ -2,6 +2,8 @@
 //
 //   out[s][h] = sum_j softmax_j(scale q[s][h] . k[j]) v[j],   j < seq_lens[s]
 //
+// of the last `window` tokens where WINDOWED; a head's sink is one more score, without a value.
+//
 //   out       float32 [seqs][HEADS][D]           out
 //   projected float32 [seqs][(HEADS + 2 KV_HEADS) D]   in: rows of q, then k, then v
 //   q_norm, k_norm float32 [D] or null           in: RMS norm of each head
@@ -10,10 +12,11 @@
 //   k_scales, v_scales, k_zeros, v_zeros   [num_pages][KV_HEADS][PAGE][D / KV_GROUP] or null, as the formats have
 //             them: see kv_formats.cuh        in and out
 //   block_table int32 [seqs][max_pages]; seq_lens int32 [seqs], the new token counted   in
+//   sinks     float32 [HEADS] or null            in
 //   partial   float32 [seqs][KV_HEADS][CLUSTER][splits / CLUSTER][QUADS][8]   scratch, words EMPTY; left so: of each
 //             cluster's share of four outputs the sums, their level and weight, and padding; see Record
 //   arrived   u32 [seqs][KV_HEADS][CLUSTER], zero; left zero     scratch, if not SCATTERED
-//   max_pages int32; eps, scale float32
+//   max_pages, window int32; eps, scale float32
 // store_kv does the first part alone, q/k norm and rotary of the new key and K and V into their page;
 // attention with FUSED 0 then reads them there like all others. So several new tokens of one sequence
 // can be rows of one step, each with its own length.
@@ -31,7 +34,8 @@
 // Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT,
 // KV_GROUP (32 or 64), CLUSTER (1, 2, 4 or 8), WARPS (multiples of D / 32, up to 16), STAGES (2 or more), LEAST (a
 // multiple of 16), FUSED (1, or 0: the new tokens are in their pages), SCATTERED (1, or 0: not all blocks of
-// the grid run at once), ROTATED (0, or 1: q, k and v are multiplied by a Hadamard matrix, and so is out).
+// the grid run at once), ROTATED (0, or 1: q, k and v are multiplied by a Hadamard matrix, and so is out), WINDOWED (0 or
+// 1).
 // Alignment: 16 bytes everywhere.
 // Numerics: tensor-core products of exact codes with q split in a 16-bit head and rest, or, of more than
 // four heads over quantised keys, in fp16; weights split likewise over bf16 values, times scales in fp16 over
@@ -55,8 +59,6 @@
 #endif
 
 #include "attention_combine.cuh"
-
-constexpr float LOG2_E = 1.44269504f;
 
 extern "C" __global__ void __launch_bounds__(32 * PIECES)
 store_kv(const float* projected, const float* __restrict__ k_norm,
@@ -85,7 +87,8 @@ extern "C" __global__ void CLUSTER_BOUNDS __launch_bounds__(THREADS, WARPS > 8 ?
 attention(float* __restrict__ out, const float* projected, const float* __restrict__ q_norm,
           const float* __restrict__ k_norm, const float2* __restrict__ cos_sin, u8* k_codes, u8* k_scales,
           u8* k_zeros, u8* v_codes, u8* v_scales, u8* v_zeros, const int* block_table, const int* seq_lens,
-          float* partial, u32* arrived, int max_pages, float eps, float scale) {
+          const float* __restrict__ sinks, float* partial, u32* arrived, int max_pages, int window, float eps,
+          float scale) {
   SHARED_MEMORY(shared);
   __shared__ __align__(16) Gathered gathered;
   __shared__ uint4 q_operands[Query::OPERANDS][32];
@@ -99,11 +102,12 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
 
   // Lengths, tables and older tokens do not depend on the kernel before: fetch them early.
   int length = __ldcg(seq_lens + seq);
-  int least = length > CLUSTER * LEAST ? 2 * LEAST : LEAST;  // a second cluster costs a microsecond
-  int each = max(((length + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK, least);
-  int active = (length + each - 1) / each;
+  int lowest = WINDOWED ? max(length - window, 0) : 0, base = lowest / CHUNK * CHUNK, span = length - base;
+  int least = span > CLUSTER * LEAST ? 2 * LEAST : LEAST;  // a second cluster costs a microsecond
+  int each = max(((span + splits - 1) / splits + CHUNK - 1) / CHUNK * CHUNK, least);
+  int active = (span + each - 1) / each;
   int clusters = (active + CLUSTER - 1) / CLUSTER, cluster = blockIdx.x / CLUSTER;
-  int begin = min(static_cast<int>(blockIdx.x) * each, length), end = min(begin + each, length);
+  int begin = base + min(static_cast<int>(blockIdx.x) * each, span), end = min(begin + each, length);
   bool newest = FUSED && begin < end && end == length;
   int older = newest ? end - 1 : end;  // what is in the pages already
   Pages pages = {k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros,
@@ -189,7 +193,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   int team = warp / TEAM, member = warp % TEAM;
   int team_first = begin + team * TEAM * CHUNK;  // where the first of the team's next chunks begins
   constexpr int STAGE = WARPS * PLACE_BYTES, TURN = sizeof(Weighed);
-  Weigher weigher(places_at, q_operands, told[team][0], member, end);
+  Weigher weigher(places_at, q_operands, told[team][0], member, lowest, end);
   Mixer mixer(shared_at + team * TEAM * PLACE_BYTES, told[team][0], member);
   // The next chunk has come: what it needs besides.
   auto complete_chunk = [&](int chunk, int at) {
@@ -267,7 +271,8 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   inbox.wait();
   STAMP(6);
   float* results = out + (static_cast<size_t>(seq) * HEADS + kv * RATIO) * D;
-  auto finish = [&](int quad, const Share& share) { write_outputs(results, rank * QUADS + quad, share); };
+  const float* sink = sinks ? sinks + kv * RATIO : nullptr;
+  auto finish = [&](int quad, const Share& share) { write_outputs(results, rank * QUADS + quad, share, sink); };
   size_t first_record = ((static_cast<size_t>(seq) * KV_HEADS + kv) * CLUSTER + rank) * (splits / CLUSTER);
   Record* records = reinterpret_cast<Record*>(partial) + first_record * QUADS;
   if (clusters == 1) {

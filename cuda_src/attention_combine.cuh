@@ -166,9 +166,11 @@ __device__ __forceinline__ void combine_clusters(Record* records, int clusters, 
   }
 }
 
-// The at-th four outputs of a KV head. results: its first query head's.
-__device__ __forceinline__ void write_outputs(float* results, int at, const Share& share) {
-  float inverse = V_UNDO / share.weight;
+// The at-th four outputs of a KV head. results: its first query head's, and so are sinks, which may be null.
+__device__ __forceinline__ void write_outputs(float* results, int at, const Share& share, const float* sinks) {
+  float weight = share.weight;
+  if (sinks) weight += power_of_two(__ldg(sinks + at / (D / 4)) * LOG2_E + (LIFT - share.level));
+  float inverse = V_UNDO / weight;
   const float4& sum = share.sum;
   float4 v = make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
   int quad = at % (D / 4);

@@ -10,6 +10,7 @@
 constexpr int RATIO = HEADS / KV_HEADS, EACH_HEADS = RATIO <= 4 ? 1 : 2;
 constexpr int TERMS = RATIO <= 4 || K_SCALED ? 1 : 2;  // products
 constexpr int Q_STRIDE = D + (K_SCALED ? 1 : 8);  // floats between heads: on different banks
+constexpr float LOG2_E = 1.44269504f;  // of scores, which are powers of 2
 constexpr float K_UNDO = KFormat::UNDO * KFormat::SCALE_UNDO, V_UNDO = VFormat::UNDO * VFormat::SCALE_UNDO;
 
 // A pair of floats as 16-bit numbers, bf16 where the other operand is bf16, and what is left of them.

@@ -51,15 +51,16 @@ struct Weigher {
   const LaneRows rows;
   const Query query;
   const SharedAt told, words;  // the team's, and in it the word of the first part that has head t's weights
-  int t, g, member, end;
+  int t, g, member, lowest, end;
   // Of heads t and t + 4: this warp's level, and this lane's share of the weights relative to it.
   float level[EACH_HEADS], weight[EACH_HEADS];
   // Of the chunk whose weights are told: scores, divided by K_UNDO, and weights.
   float p[EACH_HEADS][2], w[EACH_HEADS][2];
-  // places: this warp's. end: of the block's tokens.
-  __device__ __forceinline__ Weigher(SharedAt places, const uint4 (*operands)[32], Weighed& first, int member, int end)
+  // places: this warp's. lowest, end: of the tokens that count.
+  __device__ __forceinline__ Weigher(SharedAt places, const uint4 (*operands)[32], Weighed& first, int member,
+                                     int lowest, int end)
       : rows(places), query(operands), told(&first), words(word_of_lane(first, member)), t(threadIdx.x & 3),
-        g((threadIdx.x & 31) >> 2), member(member), end(end) {
+        g((threadIdx.x & 31) >> 2), member(member), lowest(lowest), end(end) {
 #pragma unroll
     for (int k = 0; k < EACH_HEADS; k++) level[k] = -INFINITE, weight[k] = 0.f;
   }
@@ -73,10 +74,10 @@ struct Weigher {
   // level must be raised.
   __device__ __forceinline__ bool weigh(int first, int at, int turn) {
     scores(p, rows, at, query);
-    if (first + CHUNK > end)
+    if (first + CHUNK > end || (WINDOWED && first < lowest))
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        if (first + 2 * g + i >= end)
+        if (first + 2 * g + i >= end || (WINDOWED && first + 2 * g + i < lowest))
 #pragma unroll
           for (int k = 0; k < EACH_HEADS; k++) p[k][i] = -INFINITE;
     return tell(at, turn);

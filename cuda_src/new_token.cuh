@@ -20,6 +20,9 @@
 #ifndef ROTATED
 #define ROTATED 0
 #endif
+#ifndef WINDOWED
+#define WINDOWED 0
+#endif
 
 typedef KV<K_FORMAT> KFormat;
 typedef KV<V_FORMAT> VFormat;

@@ -15,6 +15,7 @@ from npmoe.kv.storage import KVCache, key_value_dims
 from npmoe.models.cache import ModelCache
 from npmoe.models.layers import CausalLM
 from npmoe.models.loader import load_model
+from npmoe.models.specs import AttentionSpec, ModelSpec
 from npmoe.models.stored import open_model
 from npmoe.ops.quantize import KVPages
 
@@ -40,6 +41,15 @@ def greedy_keys(logits: np.ndarray) -> np.ndarray:
     bits = (logits[np.arange(len(logits)), tokens] + np.float32(0)).view(np.uint32)
     upper = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
     return upper << np.uint64(32) | (~tokens & 0xFFFFFFFF).astype(np.uint64)
+
+
+def with_attention(spec: ModelSpec, changes: list[dict[str, Any]]) -> ModelSpec:
+    """The same model with other fields in the AttentionSpec of each layer."""
+    layers = []
+    for layer, fields in zip(spec.layers, changes, strict=True):
+        assert isinstance(layer.attention, AttentionSpec)
+        layers.append(replace(layer, attention=replace(layer.attention, **fields)))
+    return replace(spec, layers=tuple(layers))
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:

@@ -360,6 +360,7 @@ class DecodeStep:
             "V_FORMAT": KV_CODES[v.format],
             "KV_GROUP": _group_size(a.head_dim, k, v),
             "ROTATED": int(k.rotated),
+            "WINDOWED": int(a.window is not None),
             **split.macros(),
             "FUSED": int(self.fused),
             "SCATTERED": int(self._all_at_once),
@@ -379,8 +380,9 @@ class DecodeStep:
             kernel("attention", "attention", **macros),
             (self.splits, a.num_kv_heads, self.num_seqs),
             32 * split.warps,
-            *(self.attended, self.projected, q_norm, k_norm, self.cos_sin, *cache),
-            *(self.partial, self.arrived, self.block_table.shape[1], self.spec.eps, a.scale),
+            *(self.attended, self.projected, q_norm, k_norm, self.cos_sin, *cache, w["sinks"]),
+            *(self.partial, self.arrived, self.block_table.shape[1], a.window or 0),
+            *(self.spec.eps, a.scale),
             shared=split.shared,
         )
 
@@ -520,7 +522,7 @@ expert from which reading it once is worth the grouping."""
 EMPTY = 0xFFFFFFFF
 """A word that a block waits for, as cuda_src/ptx.cuh has it, until another has written it."""
 _LAYER_WEIGHTS = (
-    *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "o_proj", "o_bias"),
+    *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "sinks", "o_proj", "o_bias"),
     *("post_attention_layernorm", "router", "gate_up_proj", "down_proj"),
 )
 

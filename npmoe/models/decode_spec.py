@@ -35,8 +35,6 @@ def check_decode_spec(spec: ModelSpec) -> None:
         top_k, by_head = mlp.router.top_k, a.qk_norm == "head"
         for what, present in (
             (f"{top_k} experts a token", top_k > MAX_TOP_K),
-            ("a sliding window", a.window is not None),
-            ("attention sinks", a.sinks),
             ("attention with an output gate", a.output_gate),
             ("q, k and v clipped after a norm of each head", a.clip is not None and by_head),
             ("interleaved rotary", a.interleaved),

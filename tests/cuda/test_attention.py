@@ -42,6 +42,8 @@ class Heads:
     v_format: str
     group: int = 32
     rotated: bool = False
+    window: int = 0
+    sinks: bool = False
 
 
 SPECIALISATIONS = (
@@ -71,6 +73,10 @@ OTHER_FORMATS = (
     Heads(8, 2, 128, 16, "fp4", "fp4", 64),
     Heads(4, 2, 128, 16, "int4", "bf16", rotated=True),
     Heads(8, 1, 64, 16, "int8", "fp4", rotated=True),
+    Heads(8, 1, 64, 16, "bf16", "bf16", window=128, sinks=True),
+    Heads(4, 2, 128, 16, "fp4", "nvfp4", window=77),
+    Heads(8, 2, 128, 32, "fp4", "fp4", window=500, sinks=True),
+    Heads(2, 1, 64, 8, "int8", "int8", window=1),
 )
 MARKS = {True: [pytest.mark.sanitize], False: []}
 
@@ -94,6 +100,7 @@ class Step:
     cos_sin: np.ndarray
     k_pages: KVPages
     v_pages: KVPages
+    sinks: np.ndarray | None
 
 
 def make_step(
@@ -127,6 +134,7 @@ def make_step(
     return Step(
         *(cluster, splits, np.array(lengths, np.int32), table, projected),
         *(None if plain else (norms[0], norms[1]), cos_sin, *cache),
+        rng.uniform(-2, 6, h.heads).astype(np.float32) if h.sinks else None,
     )
 
 
@@ -146,6 +154,7 @@ def run_attention(
         **{"K_FORMAT": KV_CODES[h.k_format], "V_FORMAT": KV_CODES[h.v_format]},
         **split.macros() | {"LEAST": 16, "FUSED": int(fused), "CLUSTER": step.cluster},
         **{"SCATTERED": int(scattered), "KV_GROUP": h.group, "ROTATED": int(h.rotated)},
+        **{"WINDOWED": int(h.window > 0)},
     )
     attention = kernel("attention", "attention", **macros)
     store_kv = kernel("attention", "store_kv", **macros)
@@ -170,8 +179,9 @@ def run_attention(
             )
         launch(
             *(attention, (step.splits, h.kv_heads, seqs), 32 * split.warps, out),
-            *(projected, *norms, cos_sin, *pages, *where, partial, arrived),
-            *(step.table.shape[1], EPS, h.dim**-0.5),
+            *(projected, *norms, cos_sin, *pages, *where),
+            *(None if step.sinks is None else memory.read_only(step.sinks), partial, arrived),
+            *(step.table.shape[1], h.window, EPS, h.dim**-0.5),
             shared=split.shared,
             seed=seed,
         )
@@ -235,7 +245,8 @@ def check_attention(h: Heads, cluster: int, splits: int, lengths: tuple[int, ...
     check_new_tokens(step, k_pages, written(step, step.k_pages, k))
     seqs = np.arange(len(lengths) + 1)
     expected = paged_attention_ref(
-        *(q, k_pages, v_pages, step.table, seqs, step.lengths, h.dim**-0.5)
+        *(q, k_pages, v_pages, step.table, seqs, step.lengths, h.dim**-0.5),
+        *(h.window or None, step.sinks),
     )
     assert relative_error(hadamard(out) if h.rotated else out, expected) < ERROR[h.v_format]
 

@@ -24,7 +24,7 @@ from tests.cuda.build import Kernel, kernel, launch
 from tests.cuda.steps import Shape, decode_on_cpu, empty_weights
 from tests.cuda.test_experts import interleaved
 from tests.cuda.test_lm_head import greedy
-from tests.helpers import relative_error
+from tests.helpers import relative_error, with_attention
 
 PAGE, PAGES_EACH = 16, 6
 SHAPE = Shape("tiny", 256, 2, 4, 2, 64, 8, 3, 128, 200)
@@ -32,7 +32,7 @@ MIXED = {"attention": "fp8", "experts": "mxfp4", "lm_head": "int4_asym"}
 
 
 def make_weights(
-    policy: WeightsPolicy, norms_over_projections: bool = False
+    policy: WeightsPolicy, norms_over_projections: bool = False, sinks: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same weights for the NumPy model and for the step."""
     rng = np.random.default_rng(11)
@@ -58,6 +58,8 @@ def make_weights(
         heads = (s.heads, s.kv_heads) if norms_over_projections else (1, 1)
         vector(layer + "q_norm", heads[0] * s.head_dim)
         vector(layer + "k_norm", heads[1] * s.head_dim)
+        if sinks:
+            vector(layer + "sinks", s.heads)
         put(
             layer + "qkv_proj",
             matrix("attention", (s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden),
@@ -78,17 +80,16 @@ def make_cache(kv: str | tuple[str, str], seqs: int) -> KVCache:
     return KVCache(SHAPE.layers, pages, PAGE, SHAPE.kv_heads, SHAPE.head_dim, config)
 
 
-def with_norms_over_projections(spec: ModelSpec, clip: float | None) -> ModelSpec:
-    attention = spec.layers[0].attention
-    assert isinstance(attention, AttentionSpec)
-    attention = replace(attention, qk_norm="projection", clip=clip)
-    return replace(spec, layers=tuple(replace(x, attention=attention) for x in spec.layers))
-
-
 @pytest.mark.parametrize("clip", [None, 1.5])
-def test_a_step_with_norms_over_projections(clip: float | None) -> None:
-    spec = with_norms_over_projections(SHAPE.spec(), clip)
+def test_norms_over_projections(clip: float | None) -> None:
+    spec = with_attention(SHAPE.spec(), [{"qk_norm": "projection", "clip": clip}] * 2)
     check_step(spec, "fp4", "bf16", (20, 3), True, False)
+
+
+def test_windows_and_sinks() -> None:
+    """A window on the first layer alone, shorter than the sequences."""
+    spec = with_attention(SHAPE.spec(), [{"window": 9, "sinks": True}, {"sinks": True}])
+    check_step(spec, "bf16", "fp4", (40, 5), True, False)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,8 @@ def check_step(
     """Four steps, each feeding the next its greedy token; the prompt runs in NumPy."""
     attention = spec.layers[0].attention
     assert isinstance(attention, AttentionSpec)
-    plain, on_device = make_weights(parse_weights(weights), attention.qk_norm == "projection")
+    policy = parse_weights(weights)
+    plain, on_device = make_weights(policy, attention.qk_norm == "projection", attention.sinks)
     model, seqs = CausalLM(spec, plain), len(lengths)
     rng = np.random.default_rng(5)
     tables = rng.permutation(PAGES_EACH * seqs).astype(np.int32).reshape(seqs, -1)

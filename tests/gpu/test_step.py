@@ -24,6 +24,7 @@ from npmoe.ops.quantize import KVPages, from_kernel_pages, to_kernel_pages
 from npmoe.runtime.device import cupy, to_device
 from npmoe.runtime.graphs import Graph
 from npmoe.runtime.recording import recorded
+from tests.helpers import with_attention
 
 pytestmark = pytest.mark.gpu
 PAGE, STEPS, LONG = 16, 4, 1500  # from LONG tokens on, the kernels for long contexts
@@ -122,12 +123,18 @@ def test_steps_agree_with_numpy(weights, kv, head_dim, seqs, context, grouped) -
 
 @pytest.mark.parametrize("clip", [None, 2.0])
 def test_norms_over_projections(clip: float | None) -> None:
-    spec = tiny_spec(128)
-    attention = spec.layers[0].attention
-    assert isinstance(attention, AttentionSpec)
-    attention = replace(attention, qk_norm="projection", clip=clip)
-    layer = replace(spec.layers[0], attention=attention)
-    check_steps(replace(spec, layers=(layer,) * 2), "fp4", "fp4", 2, 90, Tuning())
+    spec = with_attention(tiny_spec(128), [{"qk_norm": "projection", "clip": clip}] * 2)
+    check_steps(spec, "fp4", "fp4", 2, 90, Tuning())
+
+
+@pytest.mark.parametrize(
+    ("kv", "head_dim", "seqs", "context"),
+    [("fp4", 64, 1, 700), ("bf16", 128, 1, 1700), ("k8v4", 64, 8, 300)],
+)
+def test_windows_and_sinks(kv: str, head_dim: int, seqs: int, context: int) -> None:
+    """A window on the first layer alone, shorter than the sequences."""
+    spec = with_attention(tiny_spec(head_dim), [{"window": 77, "sinks": True}, {"sinks": True}])
+    check_steps(spec, "fp4", kv, seqs, context, Tuning())
 
 
 @pytest.mark.parametrize("followed", [True, False])

@@ -42,6 +42,7 @@ def test_what_has_kernels_passes() -> None:
     check(kv=KVCacheConfig("bf16", "bf16", 16))
     check(kv="k8v4:rotated")
     check(last_layer(replace(ATTENTION, qk_norm="projection", clip=8.0)))
+    check(last_layer(replace(ATTENTION, window=128, sinks=True)))
     check(kv=KVCacheConfig("int4_asym", "nvfp4", 64))
 
 
@@ -53,7 +54,6 @@ def test_what_has_kernels_passes() -> None:
         (replace(SPEC, hidden_size=192), "hidden_size 192"),
         (last_layer(mlp=MLPSpec(256)), "dense MLP"),
         (last_layer(mlp=ExpertSpec(RouterSpec(64, 33, True), 192)), "33 experts a token"),
-        (last_layer(replace(ATTENTION, window=128)), "sliding window"),
         (last_layer(replace(ATTENTION, qk_norm="head", clip=8.0)), "clipped after a norm"),
         (last_layer(replace(ATTENTION, qk_norm="rotated")), "norm after rotary"),
         (last_layer(replace(ATTENTION, head_dim=96)), "head_dim 96"),
