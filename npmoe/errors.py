@@ -25,5 +25,18 @@ class PromptError(NpmoeError, ValueError):
     """A prompt is empty, too long for the context, or holds token ids the model does not have."""
 
 
+class NumericalError(NpmoeError):
+    """A key or value is NaN or infinite; says in which layer and at which position."""
+
+    @classmethod
+    def at(cls, layer: int, position: int) -> "NumericalError":
+        """Of the first layer and position; both count from 0."""
+        return cls(
+            f"layer {layer}: a key or value of position {position} is NaN or infinite. Earlier "
+            f"layers were finite: look at the norm and the q, k and v projection of layer {layer}, "
+            "at scales of weights converted with weights=..., and at the embedding if it is layer 0"
+        )
+
+
 class DeviceError(NpmoeError):
     """The device that was asked for is absent or cannot be used; says why."""

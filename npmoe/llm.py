@@ -77,6 +77,7 @@ class LLM:
         ignore_config_keys: Iterable[str] = (),
         progress: bool = True,
         nvtx: bool = False,
+        check_finite: bool = False,
     ) -> None:
         """Loads a checkpoint.
 
@@ -95,6 +96,9 @@ class LLM:
         progress: bars and messages on standard error.
         nvtx: on a GPU, marks each step, layer and op as an NVTX range for a profiler; steps run
         without CUDA graphs then, and slower.
+        check_finite: on a GPU, looks at the keys and values of every layer before they are cached,
+        for debugging: steps run without CUDA graphs and wait for the host. The CPU always looks.
+        If one is NaN or infinite, a request raises NumericalError; then load the model anew.
 
         Raises CheckpointError, UnsupportedModel, TokenizerError, OutOfMemory, DeviceError, and
         ValueError for an argument out of range.
@@ -116,7 +120,7 @@ class LLM:
         self.device = resolve_device(device)
         if nvtx and self.device == "cpu":
             raise ValueError("nvtx = True: NVTX ranges are drawn on a GPU; on the CPU leave it out")
-        self._nvtx = nvtx
+        self._nvtx, self._check_finite = nvtx, check_finite
         opened = open_model(shipped_model() if path is None else path, tuple(ignore_config_keys))
         self.config = opened.config
         self.spec = opened.spec
@@ -197,7 +201,8 @@ class LLM:
         pages = num_pages + scratch_pages
         cache = ModelCache(spec, pages, size, kv, slots, self.device, options.prefill_chunk)
         if isinstance(model, GpuModel):
-            model.bind(cache.pages, pages_each, options.max_num_seqs, self._nvtx)
+            debugging = self._nvtx, self._check_finite
+            model.bind(cache.pages, pages_each, options.max_num_seqs, *debugging)
         short = "" if self.max_seq_len == wanted else f" (the model allows {wanted:,})"
         say(
             f"context {self.max_seq_len:,} tokens{short}, KV cache {kv}, "

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from npmoe.dtypes import Array
+from npmoe.errors import NumericalError
 from npmoe.formats.fragments import COLUMNS, ROWS
 from npmoe.formats.quant_tensor import CODES_PER_BYTE, QuantTensor
 from npmoe.models.attention_split import AttentionSplit
@@ -25,7 +26,7 @@ from npmoe.ops.quantize import KVPages
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
 from npmoe.ops.sampler import Sampler
 from npmoe.runtime import nvtx
-from npmoe.runtime.device import cupy
+from npmoe.runtime.device import cupy, to_host
 from npmoe.runtime.launch import launch
 from npmoe.runtime.nvrtc import bulk, kernel, named_codes
 
@@ -125,7 +126,7 @@ class DecodeStep:
         self._split = AttentionSplit.fit(
             a.head_dim, k.token_bytes + v.token_bytes, self.shared_bytes
         )
-        self.fused, self.with_logits = True, True
+        self.fused, self.with_logits, self.checks_finite = True, True, False
         self.cluster, self.one_cluster = CLUSTER if self.bulk else 1, False
         shares = 2 * seqs * a.num_heads * a.head_dim * MAX_CLUSTERS
         self.partial = xp.full(shares, EMPTY, xp.uint32)
@@ -245,6 +246,8 @@ class DecodeStep:
         assert isinstance(a, AttentionSpec)
         if a.qk_norm == "projection" or a.clip is not None:
             self._norm_projections(a, w)
+        if self.checks_finite:
+            self._check_finite(i, a)
         self._attention(i, w)
         o = w["o_proj"]
         rotated = a.head_dim if self.cache[i][0].rotated else 0
@@ -330,6 +333,14 @@ class DecodeStep:
             self.spec.eps,
             np.inf if a.clip is None else float(a.clip),
         )
+
+    def _check_finite(self, i: int, a: AttentionSpec) -> None:
+        """Waits; raises NumericalError if a key or value of layer i is NaN or infinite."""
+        keys_and_values = self.projected[:, a.num_heads * a.head_dim :]
+        finite = cupy().isfinite(keys_and_values).all(axis=1)
+        rows = np.flatnonzero(~to_host(finite))
+        if len(rows):
+            raise NumericalError.at(i, int(to_host(self.seq_lens)[rows[0]]) - 1)
 
     def _route(self, w: dict[str, Any], mlp: ExpertSpec) -> None:
         experts, warps = mlp.router.num_experts, 4 if self.spec.hidden_size < WIDE else 8

@@ -198,15 +198,18 @@ class GpuModel:
         max_pages: int,
         max_num_seqs: int = BUCKETS[-1],
         nvtx: bool = False,
+        check_finite: bool = False,
     ) -> None:
         """Fixes the cache that graphs will use; its last page is a scratch page, for unused rows.
 
         max_pages: the most pages of a sequence. Compiles all kernels, and captures the greedy steps
         of up to max_num_seqs sequences and those of prompts; steps that sample are captured when
         they are first needed. Compiling takes some seconds on few cores, once a machine.
-        nvtx: steps run in NVTX ranges, without graphs.
+        nvtx: steps run in NVTX ranges, without graphs. check_finite: they raise NumericalError for
+        a key or value that is NaN or infinite, and run without graphs too.
         """
-        self._make = Eager if nvtx else Graph
+        self._make = Eager if nvtx or check_finite else Graph
+        self._checks_finite = check_finite
         xp = cupy()
         self._cache, self._max_pages = cache, max_pages
         self._scratch_page = cache[0][0].codes.shape[0] - 1
@@ -370,6 +373,7 @@ class GpuModel:
             assert self._cache is not None
             args = self.spec, self.weights, self._cache, self._tables[:bucket]
             self._buffers[bucket] = DecodeStep(*args, cos_sin=self._cos_sin)
+            self._buffers[bucket].checks_finite = self._checks_finite
         return self._buffers[bucket]
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from npmoe.batch import Batch
 from npmoe.dtypes import Array
+from npmoe.errors import NumericalError
 from npmoe.kv.states import RecurrentState
 from npmoe.models.cache import LayerCache, with_copy_slots
 from npmoe.models.delta_net import add_delta_net
@@ -27,7 +28,7 @@ from npmoe.ops.lm_head import lm_head
 from npmoe.ops.norm import layer_norm, rms_norm
 from npmoe.ops.output import add_output
 from npmoe.ops.qkv import QKVWeights, gated_qkv, qkv
-from npmoe.ops.quantize import KVPages
+from npmoe.ops.quantize import KVPages, NotFinite
 from npmoe.ops.rope import rope_cos_sin, rope_frequencies
 from npmoe.ops.route import route, sigmoid
 
@@ -236,15 +237,21 @@ class CausalLM:
 
     def forward(self, batch: Batch, cache: Sequence[LayerCache]) -> Array:
         """Logits float32 `[R, vocab]` of batch.logits_rows; writes K and V of every token, and
-        brings recurrent states up to it."""
+        brings recurrent states up to it.
+
+        Raises NumericalError where one of them is NaN or infinite.
+        """
         batch = with_copy_slots(batch, cache)
         x = embed(self.weights["embed_tokens"], batch.input_ids)
         x *= np.float32(self.spec.embedding_scale)
         cos, sin = rope_cos_sin(
             batch.positions, self.frequencies, self.rope_factor, batch.rope_variant
         )
-        for layer, own in zip(self.layers, cache, strict=True):
-            layer.forward(x, batch, cos, sin, own)
+        for i, (layer, own) in enumerate(zip(self.layers, cache, strict=True)):
+            try:
+                layer.forward(x, batch, cos, sin, own)
+            except NotFinite as error:
+                raise NumericalError.at(i, int(batch.positions[error.row])) from None
         rows = np.ascontiguousarray(x[batch.logits_rows])
         w, eps = self.weights, self.spec.eps
         norm = w["norm"]

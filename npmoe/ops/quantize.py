@@ -10,7 +10,7 @@ import numpy as np
 
 from npmoe.dtypes import Array, array_namespace
 from npmoe.formats.floats import decode_bf16, encode_bf16
-from npmoe.formats.groups import Encoded
+from npmoe.formats.groups import Encoded, check_finite
 from npmoe.formats.hadamard import hadamard
 from npmoe.formats.kv_cache import GROUPED_KV_FORMATS
 from npmoe.formats.page_words import from_page_words, to_page_words
@@ -99,17 +99,35 @@ class KVCopies:
         return (keys < self.first) | (keys > positions[:, None] - self.recent)
 
 
+class NotFinite(ValueError):
+    """A key or value that is NaN or infinite; row: of its token."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"token {row}: a key or value is NaN or infinite and cannot be cached")
+        self.row = row
+
+
 def write_kv_pages(
     pages: KVPages, x: Array, slot_mapping: Array, copy_slots: Array | None = None
 ) -> None:
     """Rotates x float32 `[T, num_kv_heads, D]` if the pages are, quantises it, and stores it at
     slot_mapping int32 `[T]`, and in the pages of copies, if there are any, at copy_slots `[T]`.
 
-    A slot of -1 is skipped. Raises ValueError for NaN or infinity.
+    A slot of -1 is skipped. Raises NotFinite for NaN or infinity, and ValueError for what else a
+    format cannot hold; then nothing is written.
     """
+    given = x
     if pages.rotated:
-        x = hadamard(x)
-    _store(pages, x, slot_mapping)
+        with np.errstate(invalid="ignore"):  # said below
+            x = hadamard(x)
+    try:
+        _store(pages, x, slot_mapping)
+    except ValueError:
+        xp = array_namespace(x)
+        finite = xp.isfinite(given).all(axis=(1, 2)) | (slot_mapping < 0)
+        if bool(finite.all()):
+            raise
+        raise NotFinite(int(xp.flatnonzero(~finite)[0])) from None
     if pages.copies is not None:
         assert copy_slots is not None, "a cache with windows needs the copies' slots"
         _store(pages.copies.pages, x, copy_slots)
@@ -121,9 +139,12 @@ def _store(pages: KVPages, x: Array, slot_mapping: Array) -> None:
     if not bool(keep.all()):
         x, slot_mapping = x[keep], slot_mapping[keep]
     page, offset = xp.divmod(slot_mapping, pages.page_size)
-    if pages.format in ("fp32", "bf16"):
-        codes = x if pages.format == "fp32" else encode_bf16(x)
-        pages.codes[page, :, offset] = codes
+    if pages.format == "fp32":
+        check_finite(x)
+        pages.codes[page, :, offset] = x
+        return
+    if pages.format == "bf16":
+        pages.codes[page, :, offset] = encode_bf16(x)
         return
     assert pages.scales is not None
     encoded = GROUPED_KV_FORMATS[pages.format][0](x, x.shape[-1] // pages.scales.shape[-1])

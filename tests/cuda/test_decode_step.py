@@ -9,6 +9,7 @@ import pytest
 
 from npmoe.batch import Batch
 from npmoe.config import KVCacheConfig, WeightsPolicy, parse_weights
+from npmoe.errors import NumericalError
 from npmoe.formats.fragments import RECORD_BYTES, to_fragments
 from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.kv.storage import KVCache
@@ -84,6 +85,25 @@ def make_cache(kv: str | tuple[str, str], seqs: int) -> KVCache:
 def test_norms_over_projections(clip: float | None) -> None:
     spec = with_attention(SHAPE.spec(), [{"qk_norm": "projection", "clip": clip}] * 2)
     check_step(spec, "fp4", "bf16", (20, 3), True, False)
+
+
+def test_keys_and_values_that_are_not_finite_are_named() -> None:
+    """Where asked for; layer 1 gets its projections after layer 0."""
+    _, on_device = make_weights(parse_weights("fp4"))
+    on_device["layers.1.input_layernorm"][5] = np.inf
+    tables = np.arange(2 * PAGES_EACH, dtype=np.int32).reshape(2, -1)
+
+    def run(function: Kernel, *arguments: Any, **options: Any) -> None:
+        launch(function, *arguments, **options, seed=3)
+
+    with decode_on_cpu(kernel, run, bulk=True, multiprocessors=5):
+        cache = make_cache("bf16", 2).layers
+        step = decode.DecodeStep(SHAPE.spec(), on_device, cache, tables)
+        step.seq_lens[:] = 20, 7
+        step.enqueue()
+        step.checks_finite = True
+        with pytest.raises(NumericalError, match="layer 1: a key or value of position 21 is NaN"):
+            step.enqueue()
 
 
 def test_windows_and_sinks() -> None:

@@ -26,16 +26,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("nvtx", [False, True])
-def test_the_text_of_the_cpu_under_ranges_or_not(nvtx: bool, folder: Path) -> None:
+@pytest.mark.parametrize("check_finite", [False, True])
+def test_the_text_of_the_cpu_under_ranges_or_not(
+    nvtx: bool, check_finite: bool, folder: Path
+) -> None:
+    """And under checks of keys and values or not."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
     with npmoe.LLM(folder, device="cpu", **OPTIONS) as cpu:
         expected = cpu.generate([5, 6], GREEDY).token_ids
-    with fake_gpu() as gpu, npmoe.LLM(folder, device="cuda", nvtx=nvtx, **OPTIONS) as llm:
+    options = {"nvtx": nvtx, "check_finite": check_finite, **OPTIONS}
+    with fake_gpu() as gpu, npmoe.LLM(folder, device="cuda", **options) as llm:
         assert llm.generate([5, 6], GREEDY).token_ids == expected
         assert gpu.launched[-1] == "lm_head_bf16"
-        assert gpu.ranges[-1] == (("step", "lm_head_bf16") if nvtx else ())
+        without_graphs = nvtx or check_finite
+        assert gpu.ranges[-1] == (("step", "lm_head_bf16") if without_graphs else ())
 
 
 def test_ranges_need_a_gpu(folder: Path) -> None:

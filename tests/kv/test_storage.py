@@ -1,5 +1,7 @@
 """The arrays of the cache: what is written is what is read, in every format."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from npmoe.formats.floats import decode_bf16, encode_bf16
 from npmoe.formats.groups import Encoded
 from npmoe.formats.kv_cache import GROUPED_KV_FORMATS
 from npmoe.kv.storage import KVCache, kv_bytes_per_token
-from npmoe.ops.quantize import read_kv_pages, write_kv_pages
+from npmoe.ops.quantize import NotFinite, read_kv_pages, write_kv_pages
 from tests.cases import KV_FORMATS, KV_PAIRS
 from tests.helpers import make_pages, normal
 
@@ -59,11 +61,18 @@ def test_slot_minus_one_is_skipped(kv_format: str) -> None:
         np.testing.assert_array_equal(now, was)
 
 
-@pytest.mark.parametrize("kv_format", [f for f in KV_FORMATS if f != "fp32"])
-def test_nan_is_refused(kv_format: str) -> None:
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_is_refused(kv_format: str, rotated: bool, value: float) -> None:
+    """Its token is named, and nothing stored; a token that is not cached does not count."""
     pages = make_pages(kv_format, num_pages=1, heads=1, head_dim=32)
-    with pytest.raises(ValueError, match="NaN"):
-        write_kv_pages(pages, np.full((1, 1, 32), np.nan, np.float32), np.array([0]))
+    x = np.ones((4, 1, 32), np.float32)
+    x[0] = x[2, 0, 5] = value
+    with pytest.raises(NotFinite, match=r"token 2: .* NaN or infinite") as raised:
+        write_kv_pages(replace(pages, rotated=rotated), x, np.array([-1, 0, 1, 2]))
+    assert raised.value.row == 2
+    assert not any(a.any() for a in pages.arrays())
 
 
 def test_what_e4m3_scales_cannot_hold_is_refused_before_it_is_stored() -> None:
