@@ -2,9 +2,9 @@
 
     python bench/sanitize.py [--tests tests/gpu/test_step.py] [--tool memcheck]
 
-Tests run with CuPy's memory pool off. Writes bench/results/sanitizer-<GPU>.json: for each tool the
-number of errors, what it says of them, and whether the tests passed. Exits with 1 if there is an
-error or a failure.
+Tests run with CuPy's memory pool off. Appends a record to bench/results/sanitizer-<GPU>.json: for
+each tool the number of errors, what it says of them, and whether the tests passed. Exits with 1 if
+there is an error or a failure.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from npmoe.bench.record import environment, results_file
+from npmoe.bench.record import append, environment, results_file
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "racecheck")
@@ -93,8 +93,7 @@ def main() -> None:
     record: dict[str, Any] = {"tests": args.tests, "pool": False, "runs": runs}
     record |= environment("cuda", ROOT)
     record["commit"] = args.commit or record["commit"]
-    out = args.out or results_file(ROOT / "bench" / "results", "sanitizer", record)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    append(args.out or results_file(ROOT / "bench" / "results", "sanitizer", record), record)
     print(json.dumps(record))
     raise SystemExit(any(not run["passed"] or run["errors"] != 0 for run in runs))
 
