@@ -6,7 +6,7 @@ from typing import Any
 
 from npmoe.bench.bandwidth import read_bandwidth
 from npmoe.bench.measure import BenchOptions, check_options
-from npmoe.bench.on_gpu import GpuSetup, pages_for
+from npmoe.bench.on_gpu import GpuSetup, greedy_step, pages_for
 from npmoe.bench.subject import Subject, check_subject, weights_of
 from npmoe.bench.timing import replay_ms
 from npmoe.bench.traffic import Traffic, step_traffic
@@ -51,8 +51,7 @@ def kernel_times(
     setup = GpuSetup.make(
         *(spec, weights, options.kv_cache, batch, options.page_size, options.context)
     )
-    step = DecodeStep(spec, weights, setup.cache.pages, setup.block_table)
-    step = step.for_context(options.context)
+    step = greedy_step(setup, options.context)
     whole = Graph(step.enqueue)  # routing and lengths as in a step
     with whole.stream:
         step.seq_lens[...] = options.context - 1

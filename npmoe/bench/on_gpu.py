@@ -25,6 +25,7 @@ from npmoe.runtime.device import cupy
 from npmoe.runtime.graphs import Eager, Graph
 from npmoe.sampling import SamplingParams
 
+REST_SECONDS = 0.7
 GAP_PROMPT, GAP_WARM_UP, GAP_STEPS = 256, 16, 128
 PROMPT = 1024
 """Tokens: of the prompts before the steps whose gaps are measured, steps before and in that
@@ -108,11 +109,13 @@ def replayable(step: DecodeStep, context: int, ranges: bool = False) -> Graph | 
 
 
 def step_ms(step: DecodeStep, graph: Graph | Eager, context: int) -> float:
-    """Median milliseconds of a step whose tokens are the `context`-th of their sequences."""
+    """Median milliseconds of a step whose tokens are the `context`-th of their sequences; after
+    REST_SECONDS, since a GPU at its power limit slows down with what it did before."""
 
     def prepare() -> None:
         step.seq_lens[...] = context - 1  # embed counts the new token
 
+    time.sleep(REST_SECONDS)
     milliseconds = replay_ms(graph, prepare)
     if not bool(cupy().isfinite(step.logits).all()):
         raise RuntimeError("the measured step gave logits that are NaN or infinite")
