@@ -106,22 +106,22 @@ def test_the_rate_of_attention(gpu: FakeGPU) -> None:
 
 
 def test_a_format_and_a_batch_that_a_gpu_has_not(gpu: FakeGPU) -> None:
-    found = cells("cuda", "bf16", "int8", batches=(1, 3))
-    measured, int8, batch, other = found
+    found = cells("cuda", "bf16", "fp32", batches=(1, 3))
+    measured, fp32, batch, other = found
     assert "refused" not in measured
-    assert int8["refused"].startswith("kv_cache int8 with group_size 32 has no GPU kernel yet")
-    assert "tokens_that_fit" not in int8
+    assert fp32["refused"].startswith("kv_cache fp32 has no GPU kernel; use one of bf16, fp4")
+    assert "tokens_that_fit" not in fp32
     assert batch["refused"] == "no CUDA graph takes a batch of 3; those are 1, 2, 4, 8"
     assert batch["tokens_that_fit"] == (1 << 30) // BF16
-    assert other["refused"] == int8["refused"]
+    assert other["refused"] == fp32["refused"]
     one, three = (batch_table([r for r in found if r["batch"] == b]) for b in (1, 3))
-    assert one[3] == "| int8 | - | refused, note 1 |"
-    assert one[-1] == f"1. {int8['refused']}"
+    assert one[3] == "| fp32 | - | refused, note 1 |"
+    assert one[-1] == f"1. {fp32['refused']}"
     assert three[2:4] == [
         "| bf16 | 2,097,152 | refused, note 1 |",
-        "| int8 | - | refused, note 2 |",
+        "| fp32 | - | refused, note 2 |",
     ]
-    assert three[-2:] == [f"1. {batch['refused']}", f"2. {int8['refused']}"]
+    assert three[-2:] == [f"1. {batch['refused']}", f"2. {fp32['refused']}"]
 
 
 def test_a_cache_that_does_not_fit(tiny_shape: None) -> None:

@@ -16,15 +16,17 @@ from tests.cuda.support import (
 )
 from tests.helpers import relative_error
 
-SPECIALISATIONS = [  # format, K, TOKENS, row tiles a block at most, chunks in the ring
-    ("fp4", 640, 3, 3, 2),
-    ("fp4", 512, 1, 4, 8),  # all of a block in shared memory
-    pytest.param("bf16", 1152, 8, 2, 0, marks=pytest.mark.sanitize),
-    pytest.param("nvfp4", 256, 2, 4, 0, marks=pytest.mark.sanitize),
-    ("fp8", 384, 8, 4, 0),
-    ("int4", 256, 1, 4, 0),
-    ("int4_asym", 128, 5, 4, 2),
-    ("mxfp4", 384, 1, 4, 2),
+# Format, K, TOKENS, row tiles a block at most, chunks in the ring; size of heads that are rotated
+# as they are read, or 0.
+SPECIALISATIONS = [
+    ("fp4", 640, 3, 3, 2, 0),
+    ("fp4", 512, 1, 4, 8, 0),  # all of a block in shared memory
+    pytest.param("bf16", 1152, 8, 2, 0, 0, marks=pytest.mark.sanitize),
+    pytest.param("nvfp4", 256, 2, 4, 0, 0, marks=pytest.mark.sanitize),
+    ("fp8", 384, 8, 4, 0, 128),
+    ("int4", 256, 1, 4, 0, 0),
+    ("int4_asym", 128, 5, 4, 2, 64),
+    ("mxfp4", 384, 1, 4, 2, 128),
 ]
 WORDS = 1300  # that output empties
 LAUNCHES = [  # tokens at most, rows, blocks, bias
@@ -36,43 +38,25 @@ LAUNCHES = [  # tokens at most, rows, blocks, bias
 
 def test_blocks_without_tiles_write_nothing() -> None:
     """More blocks than row tiles, one tile a block, everything in shared memory."""
-    check_output("fp4", 512, 1, 1, 8, tokens=1, rows=32, blocks=4, biased=False)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_rotated_heads(head_dim: int) -> None:
-    check_output("fp4", 256, 3, 3, 2, tokens=2, rows=48, blocks=2, biased=True, head_dim=head_dim)
+    test_output("fp4", 512, 1, 1, 8, 0, tokens=1, rows=32, blocks=4, biased=False)
 
 
 @pytest.mark.parametrize(("tokens", "rows", "blocks", "biased"), LAUNCHES)
-@pytest.mark.parametrize(("fmt", "columns", "max_tokens", "tiles", "ring"), SPECIALISATIONS)
+@pytest.mark.parametrize(
+    ("fmt", "columns", "max_tokens", "tiles", "ring", "head_dim"), SPECIALISATIONS
+)
 def test_output(
     fmt: str,
     columns: int,
     max_tokens: int,
     tiles: int,
     ring: int,
+    head_dim: int,
     tokens: int,
     rows: int,
     blocks: int,
     biased: bool,
 ) -> None:
-    check_output(fmt, columns, max_tokens, tiles, ring, tokens, rows, blocks, biased)
-
-
-def check_output(
-    fmt: str,
-    columns: int,
-    max_tokens: int,
-    tiles: int,
-    ring: int,
-    tokens: int,
-    rows: int,
-    blocks: int,
-    biased: bool,
-    head_dim: int = 0,
-) -> None:
-    """head_dim: of heads that are rotated as they are read, if any are."""
     tokens = min(tokens, max_tokens)
     rng = np.random.default_rng(columns + rows)
     w, x = weight(rng, fmt, rows, columns), activations(rng, tokens, columns)

@@ -36,17 +36,16 @@ def model(attention: AttentionSpec = ATTENTION, mlp: Any = EXPERTS) -> ModelSpec
 
 def test_what_the_kernels_know() -> None:
     check_decode_spec(model(replace(ATTENTION, qk_norm="head", qkv_bias=True, output_bias=True)))
+    check_decode_spec(model(replace(ATTENTION, qk_norm="projection", clip=1.0)))
+    check_decode_spec(model(replace(ATTENTION, window=128, sinks=True)))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"sinks": True}, "attention sinks"),
         ({"output_gate": True}, "attention with an output gate"),
-        ({"window": 128}, "a sliding window"),
-        ({"clip": 1.0}, "clipped q, k and v"),
+        ({"qk_norm": "head", "clip": 1.0}, "q, k and v clipped after a norm of each head"),
         ({"interleaved": True}, "interleaved rotary"),
-        ({"qk_norm": "projection"}, "a q/k norm over the projection"),
         ({"qk_norm": "rotated"}, "a q/k norm after rotary"),
         ({"head_dim": 96}, "head_dim 96"),
         ({"num_heads": 24}, "more than 8 query heads"),
