@@ -13,16 +13,16 @@
 //             them: see kv_formats.cuh        in and out
 //   block_table int32 [seqs][max_pages]; seq_lens int32 [seqs], the new token counted   in
 //   sinks     float32 [HEADS] or null            in
-//   partial   float32 [seqs][KV_HEADS][CLUSTER][splits / CLUSTER][QUADS][8]   scratch, words EMPTY; left so: of each
+//   partial   float32 [seqs][HEAD_GROUPS][CLUSTER][splits / CLUSTER][QUADS][8]   scratch, words EMPTY; left so: of each
 //             cluster's share of four outputs the sums, their level and weight, and padding; see Record
-//   arrived   u32 [seqs][KV_HEADS][CLUSTER], zero; left zero     scratch, if not SCATTERED
+//   arrived   u32 [seqs][HEAD_GROUPS][CLUSTER], zero; left zero     scratch, if not SCATTERED
 //   max_pages, window int32; eps, scale float32
 // store_kv does the first part alone, q/k norm and rotary of the new key and K and V into their page;
 // attention with FUSED 0 then reads them there like all others. So several new tokens of one sequence
 // can be rows of one step, each with its own length.
 // Grid of store_kv: (2 KV_HEADS, seqs) blocks of D / 2 threads, keys first.
-// Grid of attention: (splits, KV_HEADS, seqs) blocks of 32 WARPS threads, splits a multiple of
-// CLUSTER. A split takes the next ceil(len / splits) tokens, rounded up to CHUNK, at
+// Grid of attention: (splits, HEAD_GROUPS, seqs) blocks of 32 WARPS threads, splits a multiple of
+// CLUSTER. A group is the query heads of one KV head, or, of more than 8, an equal part of them. A split takes the next ceil(len / splits) tokens, rounded up to CHUNK, at
 // least LEAST (or twice that, where one cluster would not do); its warps take turns at chunks of CHUNK
 // tokens, which it brings by asynchronous copies, STAGES ahead, into shared memory. It scores a chunk, and
 // tells the weights to its team of D / 32 warps, of which each mixes 32 elements of the values of all their
@@ -98,7 +98,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   __shared__ bool combines;
   STAMP(0);
   int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, t = lane & 3, g = lane >> 2;
-  int kv = blockIdx.y, seq = blockIdx.z, splits = gridDim.x;
+  int group = blockIdx.y, seq = blockIdx.z, splits = gridDim.x;
 
   // Lengths, tables and older tokens do not depend on the kernel before: fetch them early.
   int length = __ldcg(seq_lens + seq);
@@ -111,7 +111,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   bool newest = FUSED && begin < end && end == length;
   int older = newest ? end - 1 : end;  // what is in the pages already
   Pages pages = {k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros,
-                 block_table + static_cast<size_t>(seq) * max_pages, kv};
+                 block_table + static_cast<size_t>(seq) * max_pages, group / HEAD_PARTS};
   if (!FUSED) {  // the pages are what the kernel before writes
     launch_next();
     grid_wait();
@@ -158,7 +158,8 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   const float* mine = projected + static_cast<size_t>(seq) * (HEADS + 2 * KV_HEADS) * D;
 #pragma unroll 1
   for (int task = warp; newest && task < 2 * PIECES; task += WARPS)
-    store_new(mine, pages, length, task < PIECES, task % PIECES, k_factors, k_norm, eps, new_token);
+    store_new(mine, pages, length, task < PIECES, task % PIECES, k_factors, k_norm, eps, new_token,
+              group % HEAD_PARTS == 0);
   // The other warps take the query heads, two at a time, where there are enough of them.
   constexpr int STORING = WARPS > 2 * PIECES ? 2 * PIECES : 0;
   int workers = newest ? WARPS - STORING : WARPS, worker = WARPS - 1 - warp;
@@ -167,7 +168,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
     float v[2][D / 32] = {};
 #pragma unroll
     for (int k = 0; k < 2; k++)
-      if (h + k * workers < RATIO) load_head(v[k], mine + (kv * RATIO + h + k * workers) * D);
+      if (h + k * workers < RATIO) load_head(v[k], mine + (group * RATIO + h + k * workers) * D);
 #pragma unroll
     for (int k = 0; k < 2; k++) {
       int head = h + k * workers;
@@ -255,7 +256,7 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   STAMP(5);
 
   int rank = cluster_rank();
-  u32* counter = arrived + (seq * KV_HEADS + kv) * CLUSTER + rank;
+  u32* counter = arrived + (seq * HEAD_GROUPS + group) * CLUSTER + rank;
   u32 arrived_before = 0;
   if (!SCATTERED && tid == 0 && clusters > 1) arrived_before = atomicAdd(counter, 1u);
   float total = member == 0 && busy ? mixer.total(weigher.to(TURN - turn)) : 0.f;
@@ -270,10 +271,10 @@ attention(float* __restrict__ out, const float* projected, const float* __restri
   }
   inbox.wait();
   STAMP(6);
-  float* results = out + (static_cast<size_t>(seq) * HEADS + kv * RATIO) * D;
-  const float* sink = sinks ? sinks + kv * RATIO : nullptr;
+  float* results = out + (static_cast<size_t>(seq) * HEADS + group * RATIO) * D;
+  const float* sink = sinks ? sinks + group * RATIO : nullptr;
   auto finish = [&](int quad, const Share& share) { write_outputs(results, rank * QUADS + quad, share, sink); };
-  size_t first_record = ((static_cast<size_t>(seq) * KV_HEADS + kv) * CLUSTER + rank) * (splits / CLUSTER);
+  size_t first_record = ((static_cast<size_t>(seq) * HEAD_GROUPS + group) * CLUSTER + rank) * (splits / CLUSTER);
   Record* records = reinterpret_cast<Record*>(partial) + first_record * QUADS;
   if (clusters == 1) {
     combine_teams(received, rank, finish);

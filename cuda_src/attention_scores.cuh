@@ -7,7 +7,7 @@
 #include "attention_chunk.cuh"
 
 // A lane has the scores of EACH_HEADS heads, t and t + 4.
-constexpr int RATIO = HEADS / KV_HEADS, EACH_HEADS = RATIO <= 4 ? 1 : 2;
+constexpr int RATIO = HEADS / HEAD_GROUPS, EACH_HEADS = RATIO <= 4 ? 1 : 2;
 constexpr int TERMS = RATIO <= 4 || K_SCALED ? 1 : 2;  // products
 constexpr int Q_STRIDE = D + (K_SCALED ? 1 : 8);  // floats between heads: on different banks
 constexpr float LOG2_E = 1.44269504f;  // of scores, which are powers of 2

@@ -7,8 +7,8 @@
 #include "hadamard.cuh"
 #include "kv_formats.cuh"
 
-#if (HEAD_DIM != 64 && HEAD_DIM != 128) || HEADS % KV_HEADS != 0 || HEADS / KV_HEADS > 8
-#error "attention needs HEAD_DIM 64 or 128 and 1 to 8 query heads a KV head"
+#if (HEAD_DIM != 64 && HEAD_DIM != 128) || HEADS % KV_HEADS != 0 || HEADS / KV_HEADS > 16
+#error "attention needs HEAD_DIM 64 or 128 and 1 to 16 query heads a KV head"
 #endif
 #if !defined(K_FORMAT) || !defined(V_FORMAT) || K_FORMAT < KV_BF16 || K_FORMAT > KV_FP8 || V_FORMAT < KV_BF16 || \
     V_FORMAT > KV_FP8
@@ -26,6 +26,13 @@
 
 typedef KV<K_FORMAT> KFormat;
 typedef KV<V_FORMAT> VFormat;
+// Query heads of a KV head that read it together: all, or an equal part of more than 8.
+__device__ constexpr int head_parts(int heads) {
+  int parts = 1;
+  while (heads % parts || heads / parts > 8) parts++;
+  return parts;
+}
+constexpr int HEAD_PARTS = head_parts(HEADS / KV_HEADS), HEAD_GROUPS = KV_HEADS * HEAD_PARTS;
 constexpr int D = HEAD_DIM, GROUPS = D / KV_GROUP;
 constexpr bool K_SCALED = KFormat::SCALED, V_SCALED = VFormat::SCALED;
 // Bytes of a token's codes, scales and zero points.
@@ -108,12 +115,12 @@ struct NewToken {
   }
 };
 
-// One warp's share of storing a new token: one of the PIECES of 64 elements of its key or of its
-// value.
+// One warp's share of storing a new token, near and in its pages: one of the PIECES of 64 elements of its key or of
+// its value.
 constexpr int PIECES = D / 64;
 __device__ __forceinline__ void store_new(const float* projected, const Pages& pages, int length,
                                           bool key, int piece, const HeadFactors& factors, bool normed,
-                                          float eps, NewToken& near) {
+                                          float eps, NewToken& near, bool in_pages = true) {
   float v[D / 32];
   load_head(v, projected + (HEADS + (key ? 0 : KV_HEADS) + pages.kv_head) * D);
   size_t row = pages.row(__ldg(pages.table + (length - 1) / PAGE), length - 1);
@@ -121,10 +128,12 @@ __device__ __forceinline__ void store_new(const float* projected, const Pages& p
   if (ROTATED) hadamard<32>(v);
   float a = v[0], b = v[1];
   if (piece) a = v[D / 32 - 2], b = v[D / 32 - 1];
+  // Another part of the heads has put it into the pages: then near twice.
+  auto row_of = [&](bool is_key) { return HEAD_PARTS == 1 || in_pages ? pages.at(is_key, row) : near.at(is_key); };
   if constexpr (K_FORMAT == V_FORMAT)  // the code once
-    store_piece<K_FORMAT>(pages.at(key, row), near.at(key), piece, a, b);
+    store_piece<K_FORMAT>(row_of(key), near.at(key), piece, a, b);
   else if (key)
-    store_piece<K_FORMAT>(pages.at(true, row), near.at(true), piece, a, b);
+    store_piece<K_FORMAT>(row_of(true), near.at(true), piece, a, b);
   else
-    store_piece<V_FORMAT>(pages.at(false, row), near.at(false), piece, a, b);
+    store_piece<V_FORMAT>(row_of(false), near.at(false), piece, a, b);
 }

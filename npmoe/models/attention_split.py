@@ -2,10 +2,19 @@
 
 from dataclasses import dataclass
 
-CHUNK_TOKENS, TEAM_ELEMENTS = 16, 32
+CHUNK_TOKENS, TEAM_ELEMENTS, MOST_HEADS = 16, 32, 8
 ATTENTION_BYTES, TEAM_BYTES, ATTENTION_STATIC_BYTES = 132_000, 13_000, 6_000
 """Tokens that a warp of attention takes at a time, elements of a head that each warp of a team
-mixes; shared memory for chunks, and at most that of fixed arrays, for each team and besides."""
+mixes, most query heads of a block; shared memory for chunks, and at most that of fixed arrays,
+for each team and besides."""
+
+
+def head_groups(num_heads: int, num_kv_heads: int) -> int:
+    """Groups of at most 8 query heads that read a key and value head together: all that share one,
+    or an equal part of them."""
+    shared = num_heads // num_kv_heads
+    parts = next(n for n in range(1, shared + 1) if shared % n == 0 and shared // n <= MOST_HEADS)
+    return num_kv_heads * parts
 
 
 @dataclass(frozen=True)

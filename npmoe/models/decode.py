@@ -17,7 +17,7 @@ from npmoe.dtypes import Array
 from npmoe.errors import NumericalError
 from npmoe.formats.fragments import COLUMNS, ROWS
 from npmoe.formats.quant_tensor import CODES_PER_BYTE, QuantTensor
-from npmoe.models.attention_split import AttentionSplit
+from npmoe.models.attention_split import AttentionSplit, head_groups
 from npmoe.models.decode_spec import check_decode_spec
 from npmoe.models.grouped import GroupedExperts
 from npmoe.models.specs import AttentionSpec, ExpertSpec, ModelSpec
@@ -121,7 +121,7 @@ class DecodeStep:
         self.tokens, self.steps = xp.zeros(seqs, xp.int32), xp.zeros(seqs, xp.uint32)
         self.seq_lens = xp.zeros(seqs, xp.int32)
         self.history = xp.zeros((seqs, history), xp.int32)
-        heads = seqs * a.num_kv_heads
+        self.head_groups = head_groups(a.num_heads, a.num_kv_heads)
         k, v = cache[0]
         self._split = AttentionSplit.fit(
             a.head_dim, k.token_bytes + v.token_bytes, self.shared_bytes
@@ -130,7 +130,7 @@ class DecodeStep:
         self.cluster, self.one_cluster = CLUSTER if self.bulk else 1, False
         shares = 2 * seqs * a.num_heads * a.head_dim * MAX_CLUSTERS
         self.partial = xp.full(shares, EMPTY, xp.uint32)
-        self.arrived = xp.zeros(heads * CLUSTER, xp.uint32)
+        self.arrived = xp.zeros(seqs * self.head_groups * CLUSTER, xp.uint32)
         self.sampler = Sampler(seqs, spec.vocab_size) if sampled else None
         self._expert_streams = [self._expert_stream(i) for i in range(len(spec.layers))]
         if cos_sin is None:
@@ -174,9 +174,8 @@ class DecodeStep:
     def long_context(self) -> int:
         """Least tokens for which attention is spread in smaller clusters: any, where one of the
         larger ones for each head would be more than run at once."""
-        a = self.spec.layers[0].attention
-        assert isinstance(a, AttentionSpec)
-        crowded = CLUSTER * a.num_kv_heads * self.num_seqs > self.blocks * self._split.beside
+        blocks = CLUSTER * self.head_groups * self.num_seqs
+        crowded = blocks > self.blocks * self._split.beside
         return 1 if crowded else max(1, LONG_CONTEXT // self.num_seqs)
 
     @property
@@ -191,11 +190,10 @@ class DecodeStep:
         whether a sequence of the batch is long; results differ by rounding only. Where one cluster
         takes all of it, by the blocks of that cluster, and results do not differ. Of several
         sequences no more blocks than run at once."""
-        a = self.spec.layers[0].attention
-        assert isinstance(a, AttentionSpec)
-        wanted = self.blocks // a.num_kv_heads
+        wanted = self.blocks // self.head_groups
         if self.num_seqs > 1:
-            wanted = self.blocks * self._split.beside // (a.num_kv_heads * self.num_seqs)
+            heads = self.head_groups * self.num_seqs
+            wanted = self.blocks * self._split.beside // heads
         elif self.cluster == LONG_CLUSTER:
             stream = self._expert_streams[0]
             # Behind experts_qkv, which leaves no room beside it, both blocks of a cluster may come
@@ -389,7 +387,7 @@ class DecodeStep:
             )
         launch(
             kernel("attention", "attention", **macros),
-            (self.splits, a.num_kv_heads, self.num_seqs),
+            (self.splits, self.head_groups, self.num_seqs),
             32 * split.warps,
             *(self.attended, self.projected, q_norm, k_norm, self.cos_sin, *cache, w["sinks"]),
             *(self.partial, self.arrived, self.block_table.shape[1], a.window or 0),
@@ -401,9 +399,7 @@ class DecodeStep:
     def _all_at_once(self) -> bool:
         """Whether all blocks of attention are sure to run at the same time; two neighbouring
         multiprocessors hold clusters of 2, but larger ones may find no place."""
-        a = self.spec.layers[0].attention
-        assert isinstance(a, AttentionSpec)
-        blocks = self.splits * a.num_kv_heads * self.num_seqs
+        blocks = self.splits * self.head_groups * self.num_seqs
         return self.cluster == LONG_CLUSTER and blocks <= self.blocks * self._split.beside
 
     def _expert_stream(self, i: int) -> ExpertStream | None:

@@ -40,7 +40,7 @@ def check_decode_spec(spec: ModelSpec) -> None:
             ("interleaved rotary", a.interleaved),
             ("a q/k norm after rotary", a.qk_norm == "rotated"),
             (f"head_dim {a.head_dim}", a.head_dim not in (64, 128)),
-            ("more than 8 query heads a KV head", a.num_heads > 8 * a.num_kv_heads),
+            ("more than 16 query heads a KV head", a.num_heads > 16 * a.num_kv_heads),
             (f"hidden_size {spec.hidden_size}", spec.hidden_size % COLUMNS > 0),
             (f"heads of {a.num_heads} x {a.head_dim}", a.num_heads * a.head_dim % COLUMNS > 0),
             ("a router bias", mlp.router.bias),

@@ -7,7 +7,7 @@ import pytest
 
 from npmoe.config import RopeConfig
 from npmoe.formats.hadamard import hadamard
-from npmoe.models.attention_split import AttentionSplit
+from npmoe.models.attention_split import AttentionSplit, head_groups
 from npmoe.models.decode import EMPTY, KV_CODES
 from npmoe.ops.attention import paged_attention_ref
 from npmoe.ops.norm import rms_norm_ref
@@ -77,6 +77,9 @@ OTHER_FORMATS = (
     Heads(4, 2, 128, 16, "fp4", "nvfp4", window=77),
     Heads(8, 2, 128, 32, "fp4", "fp4", window=500, sinks=True),
     Heads(2, 1, 64, 8, "int8", "int8", window=1),
+    Heads(12, 1, 64, 16, "bf16", "bf16"),  # two groups of six
+    Heads(32, 2, 128, 16, "bf16", "fp4", sinks=True),  # of eight
+    Heads(11, 1, 64, 16, "fp8", "int4"),  # eleven of one
 )
 MARKS = {True: [pytest.mark.sanitize], False: []}
 
@@ -161,10 +164,11 @@ def run_attention(
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray, ...]:
         out = memory.output(seqs, h.heads, h.dim)
-        record = h.heads // h.kv_heads * h.dim // step.cluster * 2
-        empty = np.full((seqs, h.kv_heads, step.splits, record), EMPTY, np.uint32)
+        groups = head_groups(h.heads, h.kv_heads)
+        record = h.heads // groups * h.dim // step.cluster * 2
+        empty = np.full((seqs, groups, step.splits, record), EMPTY, np.uint32)
         partial = memory.writable(empty)
-        arrived = memory.writable(np.zeros((seqs, h.kv_heads, step.cluster), np.uint32))
+        arrived = memory.writable(np.zeros((seqs, groups, step.cluster), np.uint32))
         given = map(to_kernel_pages, (step.k_pages, step.v_pages))
         k, v = ([memory.writable(a) for a in p.arrays()] for p in given)
         norms = (None, None) if step.norms is None else [*map(memory.read_only, step.norms)]
@@ -178,7 +182,7 @@ def run_attention(
                 seed=seed,
             )
         launch(
-            *(attention, (step.splits, h.kv_heads, seqs), 32 * split.warps, out),
+            *(attention, (step.splits, groups, seqs), 32 * split.warps, out),
             *(projected, *norms, cos_sin, *pages, *where),
             *(None if step.sinks is None else memory.read_only(step.sinks), partial, arrived),
             *(step.table.shape[1], h.window, EPS, h.dim**-0.5),

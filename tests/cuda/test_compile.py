@@ -196,8 +196,8 @@ def test_prepare_compiles(gpu: GPU, source: int, target: int) -> None:
         ("lm_head", DENSE | {"W_FORMAT": 7}, "define W_FORMAT as 0 to 6"),
         (
             "attention",
-            ATTENTION | {"HEADS": 64},
-            "1 to 8 query heads",
+            ATTENTION | {"HEADS": 68},
+            "1 to 16 query heads",
         ),
         ("attention", ATTENTION | {"K_FORMAT": 8}, "define K_FORMAT"),
         ("attention", ATTENTION | {"KV_GROUP": 16}, "KV_GROUP 32 or 64"),

@@ -48,7 +48,7 @@ def test_what_the_kernels_know() -> None:
         ({"interleaved": True}, "interleaved rotary"),
         ({"qk_norm": "rotated"}, "a q/k norm after rotary"),
         ({"head_dim": 96}, "head_dim 96"),
-        ({"num_heads": 24}, "more than 8 query heads"),
+        ({"num_heads": 34}, "more than 16 query heads"),
     ],
 )
 def test_attention(change: dict[str, Any], words: str) -> None:

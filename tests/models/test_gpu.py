@@ -57,7 +57,7 @@ def test_what_has_kernels_passes() -> None:
         (last_layer(replace(ATTENTION, qk_norm="head", clip=8.0)), "clipped after a norm"),
         (last_layer(replace(ATTENTION, qk_norm="rotated")), "norm after rotary"),
         (last_layer(replace(ATTENTION, head_dim=96)), "head_dim 96"),
-        (last_layer(replace(ATTENTION, num_heads=18)), "8 query heads"),
+        (last_layer(replace(ATTENTION, num_heads=36)), "16 query heads"),
     ],
 )
 def test_layers_without_a_kernel(spec: ModelSpec, message: str) -> None:
