@@ -135,13 +135,14 @@ __device__ __forceinline__ float group_max(float v, int width) {
   return v;
 }
 
-// Two elements of a group as E2M1 codes, and the bits of its scale. width: lanes in a row that share the group.
-template <int FORMAT>
-__device__ __forceinline__ void encode_e2m1_pair(float lo, float hi, float amax, int width, u32 (&code)[2],
+// A lane's first two elements of a group as E2M1 codes, and the bits of its scale. v: all that it has of the group.
+// width: lanes in a row that share it.
+template <int FORMAT, int OWN>
+__device__ __forceinline__ void encode_e2m1_pair(const float (&v)[OWN], float amax, int width, u32 (&code)[2],
                                                  u32& stored) {
   constexpr float SIXTH = 1.f / 6;
   constexpr int WAYS = FORMAT == KV_MXFP4 ? 1 : 2;  // amax becomes 6, or 4: the better one; of E8M0 6 or less
-  float x[WAYS], y[WAYS], loss[WAYS];
+  float x[WAYS][OWN], loss[WAYS];
   u32 kept[WAYS];
 #pragma unroll
   for (int i = 0; i < WAYS; i++) {
@@ -156,11 +157,19 @@ __device__ __forceinline__ void encode_e2m1_pair(float lo, float hi, float amax,
       kept[i] = min((b >> 23) + ((b & 0x7fffffu) != 0), 254u), scale = __uint_as_float(kept[i] << 23);
     }
     float inverse = reciprocal(scale);
-    x[i] = copysignf(round_e2m1(divide(lo, scale, inverse)), lo);
-    y[i] = copysignf(round_e2m1(divide(hi, scale, inverse)), hi);
-    if (scale == 0.f) x[i] = y[i] = 0.f;
-    float ex = __fsub_rn(__fmul_rn(x[i], scale), lo), ey = __fsub_rn(__fmul_rn(y[i], scale), hi);
-    loss[i] = __fadd_rn(__fmul_rn(ex, ex), __fmul_rn(ey, ey));
+    float square[OWN];
+#pragma unroll
+    for (int j = 0; j < OWN; j++) x[i][j] = copysignf(round_e2m1(divide(v[j], scale, inverse)), v[j]);
+    if (scale == 0.f)
+#pragma unroll
+      for (int j = 0; j < OWN; j++) x[i][j] = 0.f;
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+      float off = __fsub_rn(__fmul_rn(x[i][j], scale), v[j]);
+      square[j] = __fmul_rn(off, off);
+    }
+    loss[i] = __fadd_rn(square[0], square[1]);
+    if constexpr (OWN == 4) loss[i] = __fadd_rn(loss[i], __fadd_rn(square[2], square[3]));
   }
   bool second = false;
   if constexpr (WAYS == 2) {
@@ -170,31 +179,35 @@ __device__ __forceinline__ void encode_e2m1_pair(float lo, float hi, float amax,
     }
     second = loss[1] < loss[0];
   }
-  code[0] = e2m1_code(second ? x[WAYS - 1] : x[0]), code[1] = e2m1_code(second ? y[WAYS - 1] : y[0]);
+#pragma unroll
+  for (int j = 0; j < 2; j++) code[j] = e2m1_code(second ? x[WAYS - 1][j] : x[0][j]);
   stored = second ? kept[WAYS - 1] : kept[0];
 }
 
 // The same as integers or E4M3 codes with an fp16 scale; zero: their group's zero point, or 0.
-template <int FORMAT>
-__device__ __forceinline__ void encode_pair(float lo, float hi, float amax, int width, u32 (&code)[2], u32& stored,
-                                            u32& zero) {
+template <int FORMAT, int OWN>
+__device__ __forceinline__ void encode_pair(const float (&v)[OWN], float amax, int width, u32 (&code)[2],
+                                            u32& stored, u32& zero) {
   constexpr float LARGEST = FORMAT == KV_FP8 ? 448.f : FORMAT == KV_INT8 ? 127.f : FORMAT == KV_INT4 ? 7.f : 15.f;
   constexpr float PART = 1.f / LARGEST;
   float low = 0.f, range = amax;
   if constexpr (KV<FORMAT>::ZEROED) {
-    low = -group_max(fmaxf(0.f, -fminf(lo, hi)), width);
-    range = __fsub_rn(group_max(fmaxf(0.f, fmaxf(lo, hi)), width), low);
+    float least = 0.f, most = 0.f;
+#pragma unroll
+    for (float one : v) least = fminf(least, one), most = fmaxf(most, one);
+    low = -group_max(-least, width);
+    range = __fsub_rn(group_max(most, width), low);
   }
   __half_raw raw = __float2half_rn(divide(range, LARGEST, PART));
   float scale = __half2float(__half(raw)), inverse = reciprocal(scale);
   stored = raw.x;
   auto over_scale = [&](float v) { return scale == 0.f ? 0.f : divide(v, scale, inverse); };
-  float x[2] = {over_scale(lo), over_scale(hi)};
+  float x[2] = {over_scale(v[0]), over_scale(v[1])};
   if constexpr (KV<FORMAT>::ZEROED) zero = static_cast<u32>(fminf(rintf(over_scale(-low)), 15.f));
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     if constexpr (FORMAT == KV_FP8) {
-      code[i] = encode_e4m3(scale == 0.f ? 0.f : copysignf(x[i], i ? hi : lo));
+      code[i] = encode_e4m3(scale == 0.f ? 0.f : copysignf(x[i], v[i]));
     } else if constexpr (FORMAT == KV_INT4_ASYM) {
       code[i] = static_cast<u32>(fminf(fmaxf(rintf(x[i]) + static_cast<float>(zero), 0.f), 15.f));
     } else {
@@ -210,24 +223,28 @@ struct Row {
   u8 *codes, *scales, *zeros;
 };
 
-// Quantises one piece of a head, its piece-th 64 elements, by a warp: lane l holds elements 2 l (lo) and
-// 2 l + 1 (hi) of them. near: a second place for the same.
+// Elements that a lane of store_piece has of a group.
+constexpr int OWN = KV_GROUP == 128 ? 4 : 2;
+// Quantises one piece of a head, its piece-th 64 elements, by a warp: lane l holds elements 2 l and 2 l + 1 of them,
+// v[0] and v[1], and, where the group goes on, those of the other piece. near: a second place for the same.
 template <int FORMAT>
-__device__ __forceinline__ void store_piece(const Row& row, const Row& near, int piece, float lo, float hi) {
+__device__ __forceinline__ void store_piece(const Row& row, const Row& near, int piece, const float (&v)[OWN]) {
   using F = KV<FORMAT>;
   int lane = threadIdx.x & 31, at = piece * 32 + lane;  // index of the pair
   if constexpr (!F::SCALED) {
-    __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
+    __nv_bfloat162 pair = __floats2bfloat162_rn(v[0], v[1]);
     reinterpret_cast<__nv_bfloat162*>(row.codes)[at] = pair;
     reinterpret_cast<__nv_bfloat162*>(near.codes)[at] = pair;
   } else {
-    constexpr int LANES = KV_GROUP / 2;
+    constexpr int LANES = KV_GROUP / OWN;
     u32 code[2], stored, zero = 0;  // stored: the scale's bits
-    float amax = group_max(fmaxf(fabsf(lo), fabsf(hi)), LANES);
+    float amax = fmaxf(fabsf(v[0]), fabsf(v[1]));
+    if constexpr (OWN == 4) amax = fmaxf(amax, fmaxf(fabsf(v[2]), fabsf(v[3])));
+    amax = group_max(amax, LANES);
     if constexpr (F::E2M1)
-      encode_e2m1_pair<FORMAT>(lo, hi, amax, LANES, code, stored);
+      encode_e2m1_pair<FORMAT>(v, amax, LANES, code, stored);
     else
-      encode_pair<FORMAT>(lo, hi, amax, LANES, code, stored, zero);
+      encode_pair<FORMAT>(v, amax, LANES, code, stored, zero);
     if constexpr (F::BITS == 8) {
       u16 both = static_cast<u16>(code[0] | code[1] << 8);
       reinterpret_cast<u16*>(row.codes)[at] = both, reinterpret_cast<u16*>(near.codes)[at] = both;
@@ -239,7 +256,7 @@ __device__ __forceinline__ void store_piece(const Row& row, const Row& near, int
         reinterpret_cast<u16*>(row.codes)[at / 2] = four, reinterpret_cast<u16*>(near.codes)[at / 2] = four;
       }
     }
-    if (lane % LANES) return;
+    if (lane % LANES || (OWN == 4 && piece)) return;
     int group = at / LANES;
     if constexpr (F::SCALE_BYTES == 2) {
       u16 scale = static_cast<u16>(stored);

@@ -14,8 +14,8 @@
     V_FORMAT > KV_FP8
 #error "define K_FORMAT and V_FORMAT as 0 to 7: bf16, fp4, mxfp4, nvfp4, int4, int4_asym, int8, fp8"
 #endif
-#if KV_GROUP != 32 && KV_GROUP != 64
-#error "attention needs KV_GROUP 32 or 64"
+#if KV_GROUP != 32 && KV_GROUP != 64 && (KV_GROUP != 128 || HEAD_DIM != 128)
+#error "attention needs KV_GROUP 32, 64, or 128 in heads of 128"
 #endif
 #ifndef ROTATED
 #define ROTATED 0
@@ -126,14 +126,18 @@ __device__ __forceinline__ void store_new(const float* projected, const Pages& p
   size_t row = pages.row(__ldg(pages.table + (length - 1) / PAGE), length - 1);
   if (key) turn_head(v, factors, normed, eps);
   if (ROTATED) hadamard<32>(v);
-  float a = v[0], b = v[1];
-  if (piece) a = v[D / 32 - 2], b = v[D / 32 - 1];
+  float own[OWN] = {v[0], v[1]};
+  if constexpr (OWN == 4) own[2] = v[D / 32 - 2], own[3] = v[D / 32 - 1];
+  if (piece) {
+    own[0] = v[D / 32 - 2], own[1] = v[D / 32 - 1];
+    if constexpr (OWN == 4) own[2] = v[0], own[3] = v[1];
+  }
   // Another part of the heads has put it into the pages: then near twice.
   auto row_of = [&](bool is_key) { return HEAD_PARTS == 1 || in_pages ? pages.at(is_key, row) : near.at(is_key); };
   if constexpr (K_FORMAT == V_FORMAT)  // the code once
-    store_piece<K_FORMAT>(row_of(key), near.at(key), piece, a, b);
+    store_piece<K_FORMAT>(row_of(key), near.at(key), piece, own);
   else if (key)
-    store_piece<K_FORMAT>(row_of(true), near.at(true), piece, a, b);
+    store_piece<K_FORMAT>(row_of(true), near.at(true), piece, own);
   else
-    store_piece<V_FORMAT>(row_of(false), near.at(false), piece, a, b);
+    store_piece<V_FORMAT>(row_of(false), near.at(false), piece, own);
 }

@@ -39,7 +39,7 @@ KV_CODES = named_codes(
     }
 )
 """K_FORMAT and V_FORMAT of cuda_src/attention.cu."""
-KV_GROUPS = (32, 64)
+KV_GROUPS = (32, 64, 128)
 """Elements of a head that may share a scale there."""
 
 

@@ -109,6 +109,7 @@ OTHER_CACHES = [  # the same
     ("bf16", "fp4:rotated", 128, 1, 700),
     ("fp4", "k8v4:rotated", 64, 2, 200),
     ("bf16", KVCacheConfig("fp4", "int4", 64), 128, 1, 1500),
+    ("bf16", KVCacheConfig("int8", "fp4", 128), 128, 1, 200),
 ]
 GROUPED = [(*case, True) for case in CASES if case[3] > 1]
 
