@@ -32,7 +32,7 @@
 // Dynamic shared memory: WARPS STAGES PLACE_BYTES; PLACE_BYTES as npmoe/models/attention_split.py counts:
 // CHUNK rows of K and of V, and their scales.
 // Macros: HEADS, KV_HEADS, HEAD_DIM (D: 64 or 128), PAGE (tokens a page), K_FORMAT, V_FORMAT,
-// KV_GROUP (32, 64, or 128 in heads of 128), CLUSTER (1, 2, 4 or 8), WARPS (multiples of D / 32, up to 16), STAGES (2 or more), LEAST (a
+// KV_GROUP (16, 32, 64, or 128 in heads of 128), CLUSTER (1, 2, 4 or 8), WARPS (multiples of D / 32, up to 16), STAGES (2 or more), LEAST (a
 // multiple of 16), FUSED (1, or 0: the new tokens are in their pages), SCATTERED (1, or 0: not all blocks of
 // the grid run at once), ROTATED (0, or 1: q, k and v are multiplied by a Hadamard matrix, and so is out), WINDOWED (0 or
 // 1).

@@ -11,7 +11,27 @@ constexpr int RATIO = HEADS / HEAD_GROUPS, EACH_HEADS = RATIO <= 4 ? 1 : 2;
 constexpr int TERMS = RATIO <= 4 || K_SCALED ? 1 : 2;  // products
 constexpr int Q_STRIDE = D + (K_SCALED ? 1 : 8);  // floats between heads: on different banks
 constexpr float LOG2_E = 1.44269504f;  // of scores, which are powers of 2
-constexpr float K_UNDO = KFormat::UNDO * KFormat::SCALE_UNDO, V_UNDO = VFormat::UNDO * VFormat::SCALE_UNDO;
+// A lane's codes of 4 bits may be of another group of 16 than those that a product adds to them. Then they are
+// multiplied by their scales before: rounded to fp16, and slower.
+template <class Format>
+__device__ constexpr bool scaled_before() { return KV_GROUP == 16 && Format::BITS == 4; }
+constexpr bool K_BEFORE = scaled_before<KFormat>(), V_BEFORE = scaled_before<VFormat>();
+template <class Format>
+__device__ constexpr float undo() {
+  if (!scaled_before<Format>()) return Format::UNDO * Format::SCALE_UNDO;
+  return Format::ZEROED ? 1.f : Format::UNDO * 0x1p-14f;
+}
+constexpr float K_UNDO = undo<KFormat>(), V_UNDO = undo<VFormat>();
+// Two unpacked codes times their scales, two fp16; 2^14 times that unless they have zero points.
+template <class Format>
+__device__ __forceinline__ void scale_pairs(u32 (&pairs)[4], u32 scales) {
+#pragma unroll
+  for (u32& pair : pairs) {
+    __half2 v = *reinterpret_cast<__half2*>(&pair);
+    if (!Format::ZEROED) v = __hmul2(v, __float2half2_rn(0x1p14f));
+    pair = bits(__hmul2(v, *reinterpret_cast<__half2*>(&scales)));
+  }
+}
 
 // A pair of floats as 16-bit numbers, bf16 where the other operand is bf16, and what is left of them.
 template <int FORMAT>
@@ -72,8 +92,12 @@ template <int BYTES>
 struct Words {
   u32 of[BYTES ? (BYTES + 3) / 4 : 1];
   __device__ __forceinline__ explicit Words(const u8* from) {
-    if constexpr (BYTES == 16)
-      *reinterpret_cast<uint4*>(of) = *reinterpret_cast<const uint4*>(from);
+    if constexpr (BYTES % 16 == 0 && BYTES > 0)
+#pragma unroll
+      for (int i = 0; i < BYTES / 16; i++) {
+        uint4 v = reinterpret_cast<const uint4*>(from)[i];
+        of[4 * i] = v.x, of[4 * i + 1] = v.y, of[4 * i + 2] = v.z, of[4 * i + 3] = v.w;
+      }
     else if constexpr (BYTES == 8)
       *reinterpret_cast<uint2*>(of) = *reinterpret_cast<const uint2*>(from);
     else if constexpr (BYTES == 4)
@@ -100,6 +124,10 @@ struct Scales {
     }
     float2 two = floats(both(group));
     return token ? two.y : two.x;
+  }
+  // Of one token and group twice, not divided: two fp16.
+  __device__ __forceinline__ u32 twice(int token, int group) const {
+    return bits(__float2half2_rn(one(token, group) * KV<FORMAT>::SCALE_UNDO));
   }
   // Of both tokens, times their weights: two fp16.
   __device__ __forceinline__ u32 times(const float (&w)[2], int group) const {
@@ -167,10 +195,12 @@ __device__ __forceinline__ void scores(float (&p)[EACH_HEADS][2], const LaneRows
 #pragma unroll
       for (int j = 0; j < PARTS; j++) {
         int part = load * PARTS + j, group = part * 32 / KV_GROUP;
+        bool later = K_BEFORE && (threadIdx.x & 2);  // this lane's codes are of the next group
         u32 even[4], odd[4], zeros[2] = {};
         if constexpr (KFormat::ZEROED) {
           KeyZeros both = rows.key_zeros(at);
-          zeros[0] = both.one(0, group), zeros[1] = both.one(1, group);
+#pragma unroll
+          for (int k = 0; k < 2; k++) zeros[k] = later ? both.one(k, group + K_BEFORE) : both.one(k, group);
         }
         if constexpr (KFormat::BITS == 4) {  // word t of each part
           unpack<K_FORMAT>(words[0][j], even, zeros[0]), unpack<K_FORMAT>(words[1][j], odd, zeros[1]);
@@ -182,11 +212,19 @@ __device__ __forceinline__ void scores(float (&p)[EACH_HEADS][2], const LaneRows
           }
         }
         uint4 b = q[part];
-        mma<K_FORMAT>(d, make_uint4(even[0], odd[0], even[1], odd[1]), b.x, b.y);
-        mma<K_FORMAT>(d, make_uint4(even[2], odd[2], even[3], odd[3]), b.z, b.w);
-        if ((part + 1) * 32 % KV_GROUP == 0)
+        if constexpr (K_BEFORE) {
+          scale_pairs<KFormat>(even, later ? scales.twice(0, group + 1) : scales.twice(0, group));
+          scale_pairs<KFormat>(odd, later ? scales.twice(1, group + 1) : scales.twice(1, group));
+        }
+        auto end_group = [&](int i) {
 #pragma unroll
-          for (int c = 0; c < 4; c++) sums[c] += scales.one(c / 2, group) * d[c], d[c] = 0.f;
+          for (int c = 0; c < 4; c++) sums[c] += (K_BEFORE ? 1.f : scales.one(c / 2, i)) * d[c], d[c] = 0.f;
+        };
+        mma<K_FORMAT>(d, make_uint4(even[0], odd[0], even[1], odd[1]), b.x, b.y);
+        if (KV_GROUP == 16 && !K_BEFORE) end_group(group);
+        mma<K_FORMAT>(d, make_uint4(even[2], odd[2], even[3], odd[3]), b.z, b.w);
+        if (KV_GROUP == 16) end_group(group + 1);
+        else if ((part + 1) * 32 % KV_GROUP == 0) end_group(group);
       }
     }
   } else {

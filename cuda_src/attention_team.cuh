@@ -8,13 +8,13 @@
 #pragma once
 #include "attention_scores.cuh"
 
-constexpr float LIFT = V_FORMAT == KV_NVFP4 ? 10.f : V_SCALED ? 2.f : 0.f, SLACK = V_SCALED ? 1.f : 0.f;
+constexpr float LIFT = V_FORMAT == KV_NVFP4 && !V_BEFORE ? 10.f : V_SCALED ? 2.f : 0.f, SLACK = V_SCALED ? 1.f : 0.f;
 
 // What the warps of a team tell each other of their chunks. Where a lane has one head, of heads 4 to 7 nothing is told;
 // what is read of them goes nowhere.
 struct Weighed {
-  // B operands of `mix`: times scales of each group; or 16-bit numbers, then what they leave.
-  static constexpr int PARTS = V_SCALED ? GROUPS : 2;
+  // B operands of `mix`: times scales of each group, or without; or 16-bit numbers, then what they leave.
+  static constexpr int PARTS = V_BEFORE ? 1 : V_SCALED ? GROUPS : 2;
   uint2 weights[TEAM][PARTS][32];
   float level[TEAM][8];  // of each head, if it was raised, and with the last chunk
   float total[TEAM][8];  // of all weights of a warp, relative to its level, with its last chunk
@@ -28,7 +28,11 @@ struct Weighed {
 __device__ __forceinline__ void tell_weights(SharedAt to, const LaneRows& rows, int at,
                                              const float (&w)[EACH_HEADS][2]) {
   constexpr int PART = 32 * sizeof(uint2), FOUR_HEADS = PART / 2;
-  if constexpr (V_SCALED) {
+  if constexpr (V_BEFORE) {
+#pragma unroll
+    for (int k = 0; k < EACH_HEADS; k++)
+      *in_shared<u32>(to + k * FOUR_HEADS) = bits(__floats2half2_rn(w[k][0], w[k][1]));
+  } else if constexpr (V_SCALED) {
     auto scales = rows.value_scales(at);
 #pragma unroll
     for (int k = 0; k < EACH_HEADS; k++)
@@ -147,7 +151,7 @@ struct Weigher {
 
 // One chunk's weights for `mix`. told: this lane's operand of the first part that it mixes with.
 struct Weights {
-  static constexpr int PARTS = V_SCALED ? 1 : Weighed::PARTS;
+  static constexpr int PARTS = !V_SCALED ? Weighed::PARTS : KV_GROUP == 16 && !V_BEFORE ? 2 : 1;
   uint2 of[PARTS];
   __device__ __forceinline__ void take(SharedAt told) {
 #pragma unroll
@@ -167,14 +171,26 @@ struct Weights {
 // Where a lane finds its rows of values in the first places of its team, of 32 elements.
 struct LaneValues {
   static constexpr int TURNS = V_SCALED ? 1 : 2;  // 16 elements on
-  SharedAt rows[TURNS], zeros;                    // zeros: the zero point of token 2 t
-  __device__ __forceinline__ LaneValues(SharedAt places, int part)
-      : zeros(places + (V_ZEROS_AT + (threadIdx.x & 3) * 2 * V_ZERO_ROW + part * 32 / KV_GROUP)) {
+  SharedAt rows[TURNS], scales, zeros;            // of token 2 t, and of this lane's elements
+  __device__ __forceinline__ LaneValues(SharedAt places, int part) {
+    int token = (threadIdx.x & 3) * 2, group = V_BEFORE ? part * 2 + (threadIdx.x >> 4 & 1) : part * 32 / KV_GROUP;
+    scales = places + (V_SCALES_AT + token * V_SCALE_ROW + group * VFormat::SCALE_BYTES);
+    zeros = places + (V_ZEROS_AT + token * V_ZERO_ROW + group);
     int lane = threadIdx.x & 31;
     int piece = VFormat::BITS == 4 ? lane / 16 * PLACE_BYTES + piece_at<V_ROW>(lane % 16, part)
                                    : piece_at<V_ROW>(lane % 16, part * (VFormat::BITS / 4) + lane / 16);
 #pragma unroll
     for (int i = 0; i < TURNS; i++) rows[i] = places + (V_AT + further(piece, i * 2));
+  }
+  // The scales of two tokens, as fp16, `at` bytes on.
+  __device__ __forceinline__ u32 two_scales(int at) const {
+    auto one = [&](int bytes) {
+      const u8* from = in_shared<u8>(scales + (at + bytes));
+      if constexpr (V_FORMAT == KV_MXFP4) return __uint_as_float(static_cast<u32>(*from) << 23);
+      else if constexpr (V_FORMAT == KV_NVFP4) return floats(e4m3_half(*from)).x * VFormat::SCALE_UNDO;
+      else return floats(*reinterpret_cast<const u16*>(from)).x;
+    };
+    return bits(__floats2half2_rn(one(0), one(V_SCALE_ROW)));
   }
   // 1024 + the zero points of two tokens, as fp16, `at` bytes on.
   __device__ __forceinline__ u32 two_zeros(int at) const {
@@ -208,6 +224,10 @@ __device__ __forceinline__ void mix(float (&mixed)[2][4], const Values& values,
         int zeros = values.at + c * PLACE_BYTES;
         unpack<V_FORMAT>(values.words[c / 2][c % 2 * 2], near, values.of.two_zeros(zeros));
         unpack<V_FORMAT>(values.words[c / 2][c % 2 * 2 + 1], far, values.of.two_zeros(zeros + 8 * V_ZERO_ROW));
+        if constexpr (V_BEFORE) {
+          scale_pairs<VFormat>(near, values.of.two_scales(zeros));
+          scale_pairs<VFormat>(far, values.of.two_scales(zeros + 8 * V_SCALE_ROW));
+        }
       } else {
         u32 w[4];  // elements 0-15 of tokens 0-7, 8-15; elements 16-31
         load_matrices_transposed(w, values.of.rows[0] + (values.at + c * PLACE_BYTES));
@@ -217,7 +237,8 @@ __device__ __forceinline__ void mix(float (&mixed)[2][4], const Values& values,
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         uint4 a = make_uint4(near[2 * i], near[2 * i + 1], far[2 * i], far[2 * i + 1]);
-        mma<V_FORMAT>(mixed[i], a, weights[c].of[0].x, weights[c].of[0].y);
+        const uint2& w = weights[c].of[Weights::PARTS == 2 ? i : 0];
+        mma<V_FORMAT>(mixed[i], a, w.x, w.y);
       }
     } else {
 #pragma unroll
@@ -241,7 +262,7 @@ struct Mixer {
   float reached = -INFINITE;  // of head g
   // places: the team's.
   __device__ __forceinline__ Mixer(SharedAt places, Weighed& first, int member)
-      : values(places, member), told(&first.weights[0][V_SCALED ? member * 32 / KV_GROUP : 0][threadIdx.x & 31]) {}
+      : values(places, member), told(&first.weights[0][V_SCALED && !V_BEFORE ? member * 32 / KV_GROUP : 0][threadIdx.x & 31]) {}
   __device__ __forceinline__ void take(Weights (&weights)[TEAM], int turn) const {
     constexpr int MEMBER = sizeof(Weighed::weights) / TEAM;
 #pragma unroll

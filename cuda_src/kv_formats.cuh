@@ -162,7 +162,7 @@ __device__ __forceinline__ void encode_e2m1_pair(const float (&v)[OWN], float am
     for (int j = 0; j < OWN; j++) x[i][j] = copysignf(round_e2m1(divide(v[j], scale, inverse)), v[j]);
     if (scale == 0.f)
 #pragma unroll
-      for (int j = 0; j < OWN; j++) x[i][j] = 0.f;
+      for (int j = 0; j < OWN; j++) x[i][j] = FORMAT == KV_MXFP4 ? copysignf(0.f, v[j]) : 0.f;  // 2^-127 is no zero
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
       float off = __fsub_rn(__fmul_rn(x[i][j], scale), v[j]);

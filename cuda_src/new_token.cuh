@@ -14,8 +14,8 @@
     V_FORMAT > KV_FP8
 #error "define K_FORMAT and V_FORMAT as 0 to 7: bf16, fp4, mxfp4, nvfp4, int4, int4_asym, int8, fp8"
 #endif
-#if KV_GROUP != 32 && KV_GROUP != 64 && (KV_GROUP != 128 || HEAD_DIM != 128)
-#error "attention needs KV_GROUP 32, 64, or 128 in heads of 128"
+#if KV_GROUP != 16 && KV_GROUP != 32 && KV_GROUP != 64 && (KV_GROUP != 128 || HEAD_DIM != 128)
+#error "attention needs KV_GROUP 16, 32, 64, or 128 in heads of 128"
 #endif
 #ifndef ROTATED
 #define ROTATED 0
@@ -109,7 +109,7 @@ struct Pages {
 
 // The new token as its pages hold it.
 struct NewToken {
-  u8 k[K_ROW], v[V_ROW], k_scales[8], v_scales[8], k_zeros[4], v_zeros[4];
+  u8 k[K_ROW], v[V_ROW], k_scales[2 * GROUPS], v_scales[2 * GROUPS], k_zeros[GROUPS], v_zeros[GROUPS];
   __device__ __forceinline__ Row at(bool key) {
     return {key ? k : v, key ? k_scales : v_scales, key ? k_zeros : v_zeros};
   }

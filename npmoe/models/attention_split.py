@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 CHUNK_TOKENS, TEAM_ELEMENTS, MOST_HEADS = 16, 32, 8
-ATTENTION_BYTES, TEAM_BYTES, ATTENTION_STATIC_BYTES = 132_000, 13_000, 6_000
+ATTENTION_BYTES, TEAM_BYTES, MORE_BYTES, ATTENTION_STATIC_BYTES = 132_000, 13_000, 2_048, 6_000
 """Tokens that a warp of attention takes at a time, elements of a head that each warp of a team
 mixes, most query heads of a block; shared memory for chunks, and at most that of fixed arrays,
-for each team and besides."""
+for each team, for each of its scales a value beyond four, and besides."""
 
 
 def head_groups(num_heads: int, num_kv_heads: int) -> int:
@@ -33,27 +33,28 @@ class AttentionSplit:
     beside: int
 
     @classmethod
-    def fit(cls, head_dim: int, token_bytes: int, shared_bytes: int) -> "AttentionSplit":
-        """For heads of this size, whose key and value take `token_bytes` a token in the cache, on a
-        GPU whose blocks can have `shared_bytes`."""
+    def fit(
+        cls, head_dim: int, token_bytes: int, value_groups: int, shared_bytes: int
+    ) -> "AttentionSplit":
+        """For heads of this size, whose key and value take `token_bytes` a token in the cache, the
+        value with so many scales, on a GPU whose blocks can have `shared_bytes`."""
         stage = -(-CHUNK_TOKENS * token_bytes // 128) * 128
         team = head_dim // TEAM_ELEMENTS
+
+        def fixed(warps: int) -> int:
+            each = TEAM_BYTES + MORE_BYTES * max(0, value_groups - 4)
+            return ATTENTION_STATIC_BYTES + warps // team * each
+
         warps, stages = next(
             (w, s)
             for w in (8, 4, 2)
             for s in (3, 2)
-            if w * s * stage <= min(ATTENTION_BYTES, shared_bytes - _fixed(w // team))
-            or (w, s) == (team, 2)
+            if w * s * stage <= min(ATTENTION_BYTES, shared_bytes - fixed(w)) or (w, s) == (team, 2)
         )
         shared = warps * stages * stage
-        two = 2 * (shared + _fixed(warps // team)) <= shared_bytes
+        two = 2 * (shared + fixed(warps)) <= shared_bytes
         return cls(warps, stages, shared, warps * CHUNK_TOKENS, 1 + two)
 
     def macros(self) -> dict[str, int]:
         """What the kernel must know of this."""
         return {"WARPS": self.warps, "STAGES": self.stages, "LEAST": self.least}
-
-
-def _fixed(teams: int) -> int:
-    """Most bytes of fixed arrays of an attention block with so many teams."""
-    return ATTENTION_STATIC_BYTES + teams * TEAM_BYTES

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from npmoe.config import KVCacheConfig
 from npmoe.dtypes import Array
 from npmoe.errors import NumericalError
 from npmoe.formats.fragments import COLUMNS, ROWS
@@ -39,8 +40,6 @@ KV_CODES = named_codes(
     }
 )
 """K_FORMAT and V_FORMAT of cuda_src/attention.cu."""
-KV_GROUPS = (32, 64, 128)
-"""Elements of a head that may share a scale there."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class DecodeStep:
         self.head_groups = head_groups(a.num_heads, a.num_kv_heads)
         k, v = cache[0]
         self._split = AttentionSplit.fit(
-            a.head_dim, k.token_bytes + v.token_bytes, self.shared_bytes
+            a.head_dim, k.token_bytes + v.token_bytes, v.num_groups, self.shared_bytes
         )
         self.fused, self.with_logits, self.checks_finite = True, True, False
         self.cluster, self.one_cluster = CLUSTER if self.bulk else 1, False
@@ -536,8 +535,8 @@ _LAYER_WEIGHTS = (
 
 def _group_size(head_dim: int, *pages: KVPages) -> int:
     """Elements that share a scale; where there are none, any that attention takes."""
-    sizes = (head_dim // p.scales.shape[-1] for p in pages if p.scales is not None)
-    return next(sizes, KV_GROUPS[0])
+    sizes = (head_dim // p.num_groups for p in pages if p.num_groups)
+    return next(sizes, KVCacheConfig.group_size)
 
 
 def rotary_table(spec: ModelSpec, num_positions: int) -> Array:

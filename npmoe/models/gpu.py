@@ -20,7 +20,6 @@ from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models.cache import LayerCache
 from npmoe.models.decode import (
     KV_CODES,
-    KV_GROUPS,
     DecodeStep,
     rotary_table,
 )
@@ -81,11 +80,6 @@ def check_gpu_support(
         if name not in KV_CODES:
             raise UnsupportedModel(
                 f"kv_cache {name} has no GPU kernel; use one of {', '.join(KV_CODES)}"
-            )
-        if name != "bf16" and kv.group_size not in KV_GROUPS:
-            sizes = " or ".join(map(str, KV_GROUPS))
-            raise UnsupportedModel(
-                f"kv_cache {name}: group_size = {kv.group_size} has no GPU kernel yet; use {sizes}"
             )
 
 

@@ -44,6 +44,11 @@ class KVPages:
         """Bytes of one head of a token: codes, scales and zero points."""
         return sum(a.shape[-1] * a.itemsize for a in self.arrays())
 
+    @property
+    def num_groups(self) -> int:
+        """Scales of one head of a token."""
+        return 0 if self.scales is None else self.scales.shape[-1]
+
     def arrays(self) -> list[Array]:
         """The arrays that are present."""
         return [a for a in (self.codes, self.scales, self.zeros) if a is not None]

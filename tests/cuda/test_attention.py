@@ -71,6 +71,12 @@ OTHER_FORMATS = (
     Heads(4, 2, 64, 12, "int4_asym", "mxfp4"),
     Heads(6, 1, 128, 16, "mxfp4", "int4_asym", 64),
     Heads(8, 2, 128, 16, "fp4", "fp4", 64),
+    Heads(8, 2, 128, 16, "fp4", "fp4", 16),
+    Heads(4, 1, 64, 16, "int8", "fp8", 16),
+    Heads(8, 1, 128, 32, "nvfp4", "nvfp4", 16),
+    Heads(2, 1, 128, 12, "int4_asym", "mxfp4", 16),
+    Heads(4, 1, 64, 16, "mxfp4", "int4_asym", 16),
+    Heads(4, 1, 64, 16, "int4", "int4", 16),
     Heads(8, 2, 128, 16, "fp4", "nvfp4", 128),
     Heads(4, 1, 128, 8, "mxfp4", "int4_asym", 128),
     Heads(2, 1, 128, 16, "int8", "fp8", 128),
@@ -152,7 +158,7 @@ def run_attention(
     many as usual. scattered: all blocks run at once."""
     seqs = len(step.lengths)
     token_bytes = step.k_pages.token_bytes + step.v_pages.token_bytes
-    split = AttentionSplit.fit(h.dim, token_bytes, 227 << 10)
+    split = AttentionSplit.fit(h.dim, token_bytes, step.v_pages.num_groups, 227 << 10)
     if warps is not None:
         split = replace(split, warps=warps, shared=split.shared // split.warps * warps)
     macros = dict(

@@ -200,7 +200,7 @@ def test_prepare_compiles(gpu: GPU, source: int, target: int) -> None:
             "1 to 16 query heads",
         ),
         ("attention", ATTENTION | {"K_FORMAT": 8}, "define K_FORMAT"),
-        ("attention", ATTENTION | {"KV_GROUP": 16}, "KV_GROUP 32, 64, or 128"),
+        ("attention", ATTENTION | {"KV_GROUP": 8}, "KV_GROUP 16, 32, 64, or 128"),
         ("attention", ATTENTION | {"CLUSTER": 3}, "CLUSTER 1, 2, 4 or 8"),
         ("embed", {"K": 129}, "even K"),
         ("qk_norm", {"Q_ROWS": 8, "K_ROWS": 6}, "multiples of 4"),

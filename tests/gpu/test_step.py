@@ -110,6 +110,8 @@ OTHER_CACHES = [  # the same
     ("fp4", "k8v4:rotated", 64, 2, 200),
     ("bf16", KVCacheConfig("fp4", "int4", 64), 128, 1, 1500),
     ("bf16", KVCacheConfig("int8", "fp4", 128), 128, 1, 200),
+    ("bf16", KVCacheConfig("fp4", "int8", 16), 128, 1, 300),
+    ("bf16", KVCacheConfig("int8", "nvfp4", 16), 64, 2, 90),
 ]
 GROUPED = [(*case, True) for case in CASES if case[3] > 1]
 

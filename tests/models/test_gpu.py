@@ -43,7 +43,7 @@ def test_what_has_kernels_passes() -> None:
     check(kv="k8v4:rotated")
     check(last_layer(replace(ATTENTION, qk_norm="projection", clip=8.0)))
     check(last_layer(replace(ATTENTION, window=128, sinks=True)))
-    check(kv=KVCacheConfig("int4_asym", "nvfp4", 64))
+    check(kv=KVCacheConfig("int4_asym", "nvfp4", 16))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,6 @@ def test_layers_without_a_kernel(spec: ModelSpec, message: str) -> None:
         ({"kv": "fp32"}, "kv_cache fp32 has no GPU kernel; use one of bf16, fp4, .* fp8"),
         ({"kv": ("bf16", "fp32")}, "kv_cache fp32 has no GPU kernel"),
         ({"kv": "fp4+"}, r"kv_cache fp4\+ has no GPU kernel yet, since none reads windows"),
-        ({"kv": KVCacheConfig("fp4", "fp4", 16)}, "group_size = 16 .* use 32 or 64"),
     ],
 )
 def test_formats_without_a_kernel(options: dict, message: str) -> None:
