@@ -1,6 +1,7 @@
-// gate_up: hidden[token][k][i] = weight_k * silu(g) * u, with g and u = rows 2i and 2i + 1 of
-//          rsqrt(mean(x^2) + eps) * W_gate_up[id_k] (x[token] norm)
-// down:    residual[token][row] += sum_k sum_i W_down[id_k][row][i] hidden[token][k][i]
+// gate_up: hidden[token][k][i] = weight_k * g * sigmoid(alpha g) * (u + offset), with g and u = rows 2i and
+//          2i + 1 of rsqrt(mean(x^2) + eps) * W_gate_up[id_k] (x[token] norm) + bias[id_k], of which g is
+//          bounded by limit from above, u by it from both sides
+// down:    residual[token][row] += sum_k (sum_i W_down[id_k][row][i] hidden[token][k][i] + weight_k bias[id_k][row])
 // experts: both, of one token
 // experts_qkv: both, and then what the next layer's attention needs of the residual, as qkv.cu has it:
 //          projected[row] = rsqrt(mean(residual^2) + eps) * W_qkv[row] (residual qkv_norm) + bias[row]
@@ -10,7 +11,7 @@
 // weights are read once, whoever chose it; pair = token * TOP_K + k:
 // grouped_gate_up: hidden[pair] as gate_up has it
 // grouped_down:    pair_out[pair][row] = sum_i W_down[id_pair][row][i] hidden[pair][i]
-// combine:         residual[token][row] += sum_k pair_out[token * TOP_K + k][row]
+// combine:         residual[token][row] += sum_k (pair_out[token * TOP_K + k][row] + weight_k bias[id_k][row])
 //
 //   hidden   float32 [tokens][TOP_K][WIDTH]         out of gate_up and grouped_gate_up, in of down and
 //            grouped_down
@@ -21,13 +22,17 @@
 //   gate_up  u8 records [EXPERTS][2 WIDTH / 16][HIDDEN / 128]   in: "fragments", see weight_formats.cuh;
 //            gate and up rows alternate
 //   down     u8 records [EXPERTS][HIDDEN / 16][WIDTH / 128]     in
+//   up_bias  float32 [EXPERTS][2 WIDTH]             in, where BIASED: gate and up in turn
+//   down_bias float32 [EXPERTS][HIDDEN]             in, where BIASED
+//   alpha, limit, offset float32                    looked at where CLAMPED; otherwise g sigmoid(g) u it is
 //   chosen_ids int32 [tokens][TOP_K]                out of gate_up, EMPTY before its launch, in of down
+//   chosen_weights float32 [tokens][TOP_K]          the same where BIASED, whatever it holds before
 //   router_logits float32 [tokens][EXPERTS]         in
 //   norm     float32 [HIDDEN]                       in
 //   projected float32 [qkv_rows]                    out of experts_qkv; w_qkv u8 records [qkv_rows / 16]
 //            [HIDDEN / 128] of W_FORMAT, qkv_bias float32 [qkv_rows] or null, qkv_norm float32 [HIDDEN]: in
 //   pair_out float32 [TOKENS][TOP_K][HIDDEN]        out of grouped_down, in of combine
-//   topk_weights float32 [TOKENS][TOP_K]            in of grouped_gate_up: weight_k
+//   topk_weights float32, topk_ids int32 [TOKENS][TOP_K]   in of grouped_gate_up (weights) and combine
 //   expert_counts int32 [EXPERTS], expert_offsets int32 [EXPERTS + 1], sorted_pair_ids int32
 //            [TOKENS TOP_K]                         in: see npmoe/ops/group.py
 // Grid: (any, tokens) blocks of BLOCK_THREADS threads; block (b, token) takes
@@ -37,11 +42,12 @@
 // chosen experts; one of grouped_down takes neighbours, so that it meets few experts. Of combine
 // (any, TOKENS) blocks of COMBINE_THREADS threads, each of 4 rows.
 // Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K (1..32, at most EXPERTS),
-// RENORMALIZE (0 or 1), those of gemv.cuh; of experts they are gate_up's, and DOWN_PARTS, DOWN_BATCH,
+// RENORMALIZE (0 or 1), NORM_SIZE (columns of which the mean is; HIDDEN by default, others hold zeros), BIASED and
+// CLAMPED (1, or 0 by default), those of gemv.cuh; of experts they are gate_up's, and DOWN_PARTS, DOWN_BATCH,
 // DOWN_PAIRED, DOWN_ROLLING and DOWN_BUFFERS down's; with QKV_PARTS and so on the file has experts_qkv in
 // place of experts. With TOKENS (2..8) it has the grouped kernels instead, without RENORMALIZE and with
-// COLUMNS (1..TOKENS, which it is by default), the pairs that one reading of an expert's weights serves in
-// grouped_down, and BLOCKS_EACH (1 by default).
+// COLUMNS (1..4, at most TOKENS), the pairs that one reading of an expert's weights serves, and BLOCKS_EACH (1 by
+// default).
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sums, the combine
 // weight to hidden, so that `down` sums over experts as over columns. In the grouped kernels a token's
@@ -49,6 +55,15 @@
 #include "gemv.cuh"
 #include "route.cuh"
 
+#ifndef NORM_SIZE
+#define NORM_SIZE HIDDEN
+#endif
+#ifndef BIASED
+#define BIASED 0
+#endif
+#ifndef CLAMPED
+#define CLAMPED 0
+#endif
 #if HIDDEN % 128 != 0 || WIDTH % 128 != 0
 #error "experts needs HIDDEN and WIDTH in multiples of 128"
 #endif
@@ -56,14 +71,11 @@
 #error "experts needs TOP_K 1 to 32 and at most EXPERTS"
 #endif
 #ifdef TOKENS
-#ifndef COLUMNS
-#define COLUMNS TOKENS
-#endif
 #ifndef BLOCKS_EACH
 #define BLOCKS_EACH 1
 #endif
-#if TOKENS < 2 || TOKENS > 8 || COLUMNS < 1 || COLUMNS > TOKENS
-#error "grouped experts need TOKENS 2 to 8 and COLUMNS 1 to TOKENS"
+#if TOKENS < 2 || TOKENS > 8 || !defined(COLUMNS) || COLUMNS < 1 || COLUMNS > TOKENS || COLUMNS > 4
+#error "grouped experts need TOKENS 2 to 8 and COLUMNS 1 to 4, at most TOKENS"
 #endif
 #if RESIDENT
 #error "grouped experts need a ring that goes round"
@@ -81,12 +93,46 @@ __device__ __forceinline__ const u8* expert_chunk(const u8* w, const int* ids, i
   size_t tile = static_cast<size_t>(ids[at / TILES]) * TILES + at % TILES;
   return w + (tile * P::CHUNKS + part) * P::CHUNK_BYTES;
 }
-// Of a gate's sum, and of its up's FINISHERS lanes on: what hidden is there.
-__device__ __forceinline__ float gated(float sum, float square, float eps, float weight) {
-  float y = sum * rsqrtf(square / HIDDEN + eps);
-  float up = __shfl_down_sync(ALL_LANES, y, FINISHERS);  // of the next row
-  return weight * y / (1.f + expf(-y)) * up;
-}
+// How gate and up become hidden.
+struct Activation {
+  const float* bias;
+  float eps, alpha, limit, offset;
+
+  // Where the bias of this row tile, the `at`-th of an expert's, begins.
+  __device__ __forceinline__ const float* bias_of(int expert, int at) const {
+    return bias + static_cast<size_t>(expert) * 2 * WIDTH + at * TILE;
+  }
+  // Brings the biases nearer that this block will add to its tiles; by the warps that multiply.
+  template <class ExpertOf>
+  __device__ __forceinline__ void prefetch_bias(int tiles, ExpertOf expert_of) const {
+    if (!BIASED || threadIdx.x % 32) return;
+    for (int j = threadIdx.x / 32; j < tiles; j += WARPS)
+      prefetch(bias_of(expert_of(own_tile(j) / EXPERT_TILES), own_tile(j) % EXPERT_TILES));
+  }
+  // Of the sum of a gate row in tile `at`, and of its up's FINISHERS lanes on: what hidden is there. NaN stays NaN.
+  __device__ __forceinline__ float operator()(float sum, float square, float weight, int expert, int at,
+                                              int row) const {
+    float gate = sum * rsqrtf(square / NORM_SIZE + eps);
+    if (BIASED) gate += __ldg(bias_of(expert, at % EXPERT_TILES) + row);
+    float up = __shfl_down_sync(ALL_LANES, gate, FINISHERS);  // of the next row
+    if (!CLAMPED) return weight * gate / (1.f + expf(-gate)) * up;
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return weight * gate / (1.f + expf(-alpha * gate)) * (up + offset);
+  }
+};
+// What the biases of the chosen experts add to a row, where they are BIASED.
+struct DownBias {
+  const float* bias;
+  const int* ids;
+  const float* weights;
+  __device__ __forceinline__ float operator()(int row) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int k = 0; k < TOP_K; k++) sum += weights[k] * __ldg(bias + static_cast<size_t>(ids[k]) * HIDDEN + row);
+    return sum;
+  }
+};
 
 #ifndef TOKENS
 // Chunk k of row tile `at`: the experts one after another.
@@ -97,8 +143,9 @@ __device__ __forceinline__ const u8* down_chunk(const u8* w, const Choice<TOP_K>
   return w + (tile * EACH + k % EACH) * P::CHUNK_BYTES;
 }
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
-gate_up(float* __restrict__ hidden, u32* chosen_ids, const u8* __restrict__ w, const float* router_logits,
-        const float* x, const float* __restrict__ norm, float eps) {
+gate_up(float* __restrict__ hidden, u32* chosen_ids, float* __restrict__ chosen_weights, const u8* __restrict__ w,
+        const float* __restrict__ up_bias, const float* router_logits, const float* x,
+        const float* __restrict__ norm, float eps, float alpha, float limit, float offset) {
   using Rows = Pass<HIDDEN / SLICE / PARTS, PARTS, 1, true>;
   SHARED_MEMORY(shared);
   __shared__ Choice<TOP_K> chosen;
@@ -108,15 +155,23 @@ gate_up(float* __restrict__ hidden, u32* chosen_ids, const u8* __restrict__ w, c
   auto choose = [&] {
     choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits + token * EXPERTS);
     int k = threadIdx.x & 31;
-    if (blockIdx.x == 0 && k < TOP_K) hand_over(chosen_ids + token * TOP_K + k, chosen.id[k]);
+    if (blockIdx.x == 0 && k < TOP_K) {
+      hand_over(chosen_ids + token * TOP_K + k, chosen.id[k]);
+      if (BIASED) chosen_weights[token * TOP_K + k] = chosen.weight[k];
+    }
   };
+  const Activation activation = {up_bias, eps, alpha, limit, offset};
   stream_tiles<Rows, false, false>(
       shared, tiles, x + static_cast<size_t>(token) * HIDDEN, 1, norm, [] {}, choose,
-      [&](int j) { chosen.await_id(own_tile(j) / EXPERT_TILES); }, [&] { chosen.await_weights(); },
+      [&](int j) { chosen.await_id(own_tile(j) / EXPERT_TILES); },
+      [&] {
+        chosen.await_weights();
+        activation.prefetch_bias(tiles, [&](int slot) { return chosen.id[slot]; });
+      },
       [&](int j, int part) { return expert_chunk<Rows, EXPERT_TILES>(w, chosen.id, own_tile(j), part); },
       [&](int j, int row, int, float sum, float square, bool mine) {
         int at = own_tile(j), slot = at / EXPERT_TILES;
-        float v = gated(sum, square, eps, chosen.weight[slot]);
+        float v = activation(sum, square, chosen.weight[slot], chosen.id[slot], at, row);
         if (mine && row % 2 == 0)
           hidden[(static_cast<size_t>(token) * TOP_K + slot) * WIDTH +
                  at % EXPERT_TILES * (TILE / 2) + row / 2] = v;
@@ -125,7 +180,8 @@ gate_up(float* __restrict__ hidden, u32* chosen_ids, const u8* __restrict__ w, c
 CPU_KERNEL(gate_up)
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
-down(float* residual, const u8* __restrict__ w, const u32* chosen_ids, const float* hidden) {
+down(float* residual, const u8* __restrict__ w, const float* __restrict__ down_bias, const u32* chosen_ids,
+     const float* chosen_weights, const float* hidden) {
   using Rows = Pass<WIDTH / SLICE / PARTS, TOP_K * PARTS, 1, false>;
   SHARED_MEMORY(shared);
   __shared__ Choice<TOP_K> chosen;
@@ -137,14 +193,16 @@ down(float* residual, const u8* __restrict__ w, const u32* chosen_ids, const flo
     if (k < TOP_K) chosen.id[k] = take_over(chosen_ids + token * TOP_K + k);
   };
   float* rows = residual + static_cast<size_t>(token) * HIDDEN;
+  const DownBias bias = {down_bias, chosen.id, chosen_weights + token * TOP_K};
+  auto before_at = [&](int row) { return BIASED ? __ldcg(rows + row) + bias(row) : __ldcg(rows + row); };
   float before = 0.f;
   stream_tiles<Rows, true, true>(
       shared, tiles, hidden + static_cast<size_t>(token) * TOP_K * WIDTH, 1, nullptr,
-      [&] { before = row_ahead<Rows>(rows, ROW_TILES); }, take_ids, [](int) {}, [] {},
+      [&] { before = row_ahead<Rows>(before_at, ROW_TILES); }, take_ids, [](int) {}, [] {},
       [&](int j, int k) { return down_chunk<Rows>(w, chosen, own_tile(j), k); },
       [&](int j, int row, int, float sum, float, bool mine) {
         int at = own_tile(j) * TILE + row;
-        if (mine) rows[at] = (j < BATCH ? before : rows[at]) + sum;
+        if (mine) rows[at] = (j < BATCH ? before : before_at(at)) + sum;
       });
 }
 CPU_KERNEL(down)
@@ -163,8 +221,9 @@ struct Following {
 // Up, Down, Qkv: each a Pass; Qkv is NoPass where nothing follows.
 template <class Up, class Down, class Qkv>
 __device__ __forceinline__ void run_experts(unsigned char* shared, float* residual, float* handed_over,
-                                            const u8* w_gate_up, const u8* w_down, const float* router_logits,
-                                            const float* norm, float eps, const Following& qkv) {
+                                            const u8* w_gate_up, const u8* w_down, const float* down_bias,
+                                            const float* router_logits, const float* norm,
+                                            const Activation& activation, const Following& qkv) {
   constexpr bool FOLLOWED = Qkv::CHUNKS > 0;
   constexpr int UP_OR_DOWN = Up::CHUNK_BYTES > Down::CHUNK_BYTES ? Up::CHUNK_BYTES : Down::CHUNK_BYTES;
   constexpr int PLACE = Qkv::CHUNK_BYTES > UP_OR_DOWN ? Qkv::CHUNK_BYTES : UP_OR_DOWN;
@@ -217,6 +276,7 @@ __device__ __forceinline__ void run_experts(unsigned char* shared, float* residu
       if (lane == 0) fetch_chunk<Up, PLACE>(ring, c, c, up_chunk);
     }
     chosen.await_weights();
+    activation.prefetch_bias(up_tiles, [&](int slot) { return chosen.id[slot]; });
   };
   auto nothing = [] {};
   auto no_chunk = [](int, int) -> const u8* { return nullptr; };  // they come through the ring
@@ -225,19 +285,21 @@ __device__ __forceinline__ void run_experts(unsigned char* shared, float* residu
       work, ring, up_tiles, 1, Plain{residual, Up::ALL}, norm, nothing, ask, no_chunk,
       [&](int j, int row, int, float sum, float square, bool mine) {
         int at = own_tile(j), slot = at / EXPERT_TILES;
-        float v = gated(sum, square, eps, chosen.weight[slot]);
+        float v = activation(sum, square, chosen.weight[slot], chosen.id[slot], at, row);
         if (mine && row % 2 == 0)
           hand_over(handed_over + slot * WIDTH + at % EXPERT_TILES * (TILE / 2) + row / 2, v);
       });
   STAMP(4);
   sync_threads(THREADS);  // `work` is free again
-  float before = row_ahead<Down>(residual, ROW_TILES);
+  const DownBias bias = {down_bias, chosen.id, chosen.weight};
+  auto before_at = [&](int row) { return BIASED ? __ldcg(residual + row) + bias(row) : __ldcg(residual + row); };
+  float before = row_ahead<Down>(before_at, ROW_TILES);
   multiply_tiles<Down, PLACE>(
       work, ring, down_tiles(), 1, HandedOver{handed_over}, nullptr, nothing, nothing, no_chunk,
       [&](int j, int row, int, float sum, float, bool mine) {
         int at = own_tile<Down::SIDE_BY_SIDE>(j) * TILE + row;
         if (!mine) return;
-        float y = (j < Down::TOGETHER ? before : residual[at]) + sum;
+        float y = (j < Down::TOGETHER ? before : before_at(at)) + sum;
         residual[at] = y;
         if (FOLLOWED) hand_over(new_residual + at, y);
       });
@@ -248,7 +310,7 @@ __device__ __forceinline__ void run_experts(unsigned char* shared, float* residu
           work, ring, own, 1, HandedOver{new_residual}, qkv.norm, nothing, nothing, no_chunk,
           [&](int j, int r, int, float sum, float square, bool mine) {
             int row = own_tile<Qkv::SIDE_BY_SIDE>(j) * TILE + r;
-            float y = sum * rsqrtf(square / HIDDEN + eps);
+            float y = sum * rsqrtf(square / NORM_SIZE + activation.eps);
             if (mine) qkv.projected[row] = qkv.bias ? y + qkv.bias[row] : y;
           });
   }
@@ -263,11 +325,12 @@ struct NoPass {
   static constexpr int CHUNKS = 0, CHUNK_BYTES = 0, SIDE_BY_SIDE = 1;
 };
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
-experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, const u8* __restrict__ w_down,
-        const float* router_logits, const float* __restrict__ norm, float eps) {
+experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, const float* __restrict__ up_bias,
+        const u8* __restrict__ w_down, const float* __restrict__ down_bias, const float* router_logits,
+        const float* __restrict__ norm, float eps, float alpha, float limit, float offset) {
   SHARED_MEMORY(shared);
-  run_experts<UpPass, DownPass, NoPass>(shared, residual, handed_over, w_gate_up, w_down, router_logits, norm,
-                                        eps, Following());
+  run_experts<UpPass, DownPass, NoPass>(shared, residual, handed_over, w_gate_up, w_down, down_bias,
+                                        router_logits, norm, {up_bias, eps, alpha, limit, offset}, Following());
 }
 CPU_GRID_KERNEL(experts)
 #else
@@ -275,12 +338,14 @@ using QkvPass = Pass<HIDDEN / SLICE / QKV_PARTS, QKV_PARTS, 1, true, QKV_BATCH, 
                      QKV_BUFFERS>;
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
 experts_qkv(float* residual, float* handed_over, const u8* __restrict__ w_gate_up,
-            const u8* __restrict__ w_down, const float* router_logits, const float* __restrict__ norm, float eps,
-            float* __restrict__ projected, const u8* __restrict__ w_qkv, const float* __restrict__ qkv_bias,
+            const float* __restrict__ up_bias, const u8* __restrict__ w_down, const float* __restrict__ down_bias,
+            const float* router_logits, const float* __restrict__ norm, float eps, float alpha, float limit,
+            float offset, float* __restrict__ projected, const u8* __restrict__ w_qkv, const float* __restrict__ qkv_bias,
             const float* __restrict__ qkv_norm, int qkv_rows) {
   SHARED_MEMORY(shared);
-  run_experts<UpPass, DownPass, QkvPass>(shared, residual, handed_over, w_gate_up, w_down, router_logits, norm,
-                                         eps, Following{projected, w_qkv, qkv_bias, qkv_norm, qkv_rows});
+  run_experts<UpPass, DownPass, QkvPass>(shared, residual, handed_over, w_gate_up, w_down, down_bias,
+                                         router_logits, norm, {up_bias, eps, alpha, limit, offset},
+                                         Following{projected, w_qkv, qkv_bias, qkv_norm, qkv_rows});
 }
 CPU_GRID_KERNEL(experts_qkv)
 #endif
@@ -368,13 +433,26 @@ __device__ __forceinline__ void keep_ring_full(const Ring& ring, int tiles, Chun
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? BLOCKS_EACH : 2)
-grouped_gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* topk_weights,
-                const int* expert_counts, const int* expert_offsets, const int* sorted_pair_ids,
-                const float* x, const float* __restrict__ norm, float eps) {
-  using Rows = Pass<HIDDEN / SLICE / PARTS, PARTS, TOKENS, true>;
+// The activations of all tokens, of which each tile picks those that chose its expert.
+template <class P>
+struct OfGroups : Plain {
+  const Groups<COLUMNS>& groups;
+  __device__ __forceinline__ OfGroups(const float* x, const Groups<COLUMNS>& groups)
+      : Plain{x, P::ALL}, groups(groups) {}
+  __device__ __forceinline__ int token(int j, int i) const {
+    int group = own_tile(j) / EXPERT_TILES;
+    return groups.pair[min(groups.first[group] + i, groups.first[group + 1] - 1)] / TOP_K;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_EACH)
+grouped_gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const float* __restrict__ up_bias,
+                const float* topk_weights, const int* expert_counts, const int* expert_offsets,
+                const int* sorted_pair_ids, const float* x, const float* __restrict__ norm, float eps,
+                float alpha, float limit, float offset) {
+  using Rows = Pass<HIDDEN / SLICE / PARTS, PARTS, COLUMNS, true, BATCH, ABREAST, ROLLING, BUFFERS, TOKENS>;
   SHARED_MEMORY(shared);
-  __shared__ Groups<TOKENS> groups;
+  __shared__ Groups<COLUMNS> groups;
   __shared__ float weights[PAIRS];
   STAMP(0);
   unsigned char* work;
@@ -394,14 +472,18 @@ grouped_gate_up(float* __restrict__ hidden, const u8* __restrict__ w, const floa
     keep_ring_full<Rows>(ring, tiles, chunk);
     return;
   }
+  const Activation activation = {up_bias, eps, alpha, limit, offset};
   multiply_tiles<Rows, Rows::CHUNK_BYTES>(
-      work, ring, tiles, TOKENS, Plain{x, Rows::ALL}, norm, [] {},
-      [&] { fill_ring<Rows>(ring, tiles, chunk); }, chunk,
-      [&](int j, int row, int token, float sum, float square, bool mine) {
-        int at = own_tile(j), group = at / EXPERT_TILES, pair = -1;
-        for (int i = groups.first[group]; i < groups.first[group + 1]; i++)
-          if (groups.pair[i] / TOP_K == token) pair = groups.pair[i];
-        float v = gated(sum, square, eps, pair < 0 ? 0.f : weights[pair]);
+      work, ring, tiles, TOKENS, OfGroups<Rows>(x, groups), norm, [] {},
+      [&] {
+        fill_ring<Rows>(ring, tiles, chunk);
+        activation.prefetch_bias(tiles, [&](int group) { return groups.expert[group]; });
+      },
+      chunk,
+      [&](int j, int row, int column, float sum, float square, bool mine) {
+        int at = own_tile(j), group = at / EXPERT_TILES, i = groups.first[group] + column;
+        int pair = i < groups.first[group + 1] ? groups.pair[i] : -1;
+        float v = activation(sum, square, pair < 0 ? 0.f : weights[pair], groups.expert[group], at, row);
         if (mine && row % 2 == 0 && pair >= 0)
           hidden[static_cast<size_t>(pair) * WIDTH + at % EXPERT_TILES * (TILE / 2) + row / 2] = v;
       });
@@ -422,7 +504,7 @@ struct OfPairs {
   __device__ __forceinline__ float4 confirmed(float4 v, int, int) const { return v; }
 };
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? BLOCKS_EACH : 2)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_EACH)
 grouped_down(float* __restrict__ pair_out, const u8* __restrict__ w, const int* expert_counts,
              const int* expert_offsets, const int* sorted_pair_ids, const float* hidden) {
   using Rows = Pass<WIDTH / SLICE / PARTS, PARTS, COLUMNS, false>;
@@ -468,7 +550,8 @@ grouped_down(float* __restrict__ pair_out, const u8* __restrict__ w, const int* 
 CPU_KERNEL(grouped_down)
 
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
-combine(float* residual, const float* pair_out) {
+combine(float* residual, const float* pair_out, const float* __restrict__ down_bias, const float* topk_weights,
+        const int* topk_ids) {
   STAMP(0);
   launch_next();
   int at = blockIdx.x * COMBINE_THREADS + threadIdx.x, token = blockIdx.y;
@@ -486,6 +569,14 @@ combine(float* residual, const float* pair_out) {
       float4 v = __ldcg(parts + static_cast<size_t>(k) * (HIDDEN / 4) + at);
       sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
     }
+    if (BIASED)
+#pragma unroll
+      for (int k = 0; k < TOP_K; k++) {
+        float weight = __ldcg(topk_weights + token * TOP_K + k);
+        const float* bias = down_bias + static_cast<size_t>(__ldcg(topk_ids + token * TOP_K + k)) * HIDDEN;
+        float4 v = __ldg(reinterpret_cast<const float4*>(bias) + at);
+        sum.x += weight * v.x, sum.y += weight * v.y, sum.z += weight * v.z, sum.w += weight * v.w;
+      }
     *rows = make_float4(before.x + sum.x, before.y + sum.y, before.z + sum.z, before.w + sum.w);
   }
   STAMP(7);

@@ -47,13 +47,15 @@ __device__ __forceinline__ uint4 load_shared(const u8* p) { return *reinterpret_
 // How a block multiplies its row tiles.
 //   SLICES: K / 128 of a chunk. CHUNKS: chunks a tile; x has 128 SLICES CHUNKS columns a token.
 //   MAX_TOKENS: 1..8. NORM: multiply x by `norm` [columns] and sum its squares.
+//   STAGED_TOKENS: if not 0, of so many tokens, all of which are staged, each tile picks up to MAX_TOKENS, at most 4.
 //   TOGETHER, SIDE_BY_SIDE, WINDOW, SETS_OF_SUMS: what the macros BATCH, ABREAST, ROLLING and BUFFERS say.
 template <int SLICES_, int CHUNKS_, int MAX_TOKENS_, bool NORM_, int TOGETHER_ = BATCH,
-          int SIDE_BY_SIDE_ = ABREAST, int WINDOW_ = ROLLING, int SETS_OF_SUMS_ = BUFFERS>
+          int SIDE_BY_SIDE_ = ABREAST, int WINDOW_ = ROLLING, int SETS_OF_SUMS_ = BUFFERS, int STAGED_TOKENS_ = 0>
 struct Pass {
   static constexpr int SLICES = SLICES_, CHUNKS = CHUNKS_, MAX_TOKENS = MAX_TOKENS_, TOGETHER = TOGETHER_;
   static constexpr int SIDE_BY_SIDE = SIDE_BY_SIDE_, WINDOW = WINDOW_, SETS_OF_SUMS = SETS_OF_SUMS_;
-  static constexpr bool NORM = NORM_;
+  static constexpr bool NORM = NORM_, PICKED = STAGED_TOKENS_ > 0;
+  static constexpr int STAGED_TOKENS = PICKED ? STAGED_TOKENS_ : MAX_TOKENS;
   // Groups apart: see `multiply`.
   static constexpr bool APART = Weights<W_FORMAT>::GROUPS_A_SCALE == 1 && MAX_TOKENS == 1 && SIDE_BY_SIDE == 2;
   static constexpr int ALL = SLICES * CHUNKS, SETS = (MAX_TOKENS + 3) / 4;
@@ -61,9 +63,9 @@ struct Pass {
   static constexpr int AT_ONCE = WINDOW ? WINDOW : EACH < 6 ? EACH : 4;
   // Whether a slice that a warp comes to, so many at a time, is one of ALL: the compiler sees where all are.
   static __device__ __forceinline__ bool has(int slice, int at_a_time) {
-    return (MAX_TOKENS == 1 && ALL % WARPS == 0 && EACH % at_a_time == 0) || slice < ALL;
+    return (STAGED_TOKENS == 1 && ALL % WARPS == 0 && EACH % at_a_time == 0) || slice < ALL;
   }
-  static constexpr int SLICE_STEP = 2 * MAX_TOKENS * 16;  // of staged activations
+  static constexpr int SLICE_STEP = 2 * STAGED_TOKENS * 16;  // of staged activations
   static constexpr int STAGED = (WINDOW ? WARPS * AT_ONCE : ALL) * SLICE_STEP;
   static constexpr int CHUNK_BYTES = SLICES * RECORD_BYTES;
   // Of which tile chunk c is, in the order of use: of tiles side by side each in turn.
@@ -71,7 +73,8 @@ struct Pass {
     return c / (SIDE_BY_SIDE * CHUNKS) * SIDE_BY_SIDE + c % SIDE_BY_SIDE;
   }
   static_assert(TOGETHER % SIDE_BY_SIDE == 0, "a batch is of whole pairs");
-  static_assert(!WINDOW || MAX_TOKENS == 1, "a window is of one token's slices");
+  static_assert(!WINDOW || STAGED_TOKENS == 1, "a window is of one token's slices");
+  static_assert(!PICKED || MAX_TOKENS <= 4, "a tile picks one set");
 };
 
 #if BULK
@@ -128,12 +131,14 @@ struct HandedOver {
 // Multiplies by the warps that do; P: a Pass.
 //   work: shared memory for activations, their squares and sums. PLACE_BYTES: from one place of the ring to
 //   the next. tiles: this block's number.
-//   source: load(token, slice) asks for activations, confirmed(v, token, slice) gives what it brought.
+//   source: load(token, slice) asks for activations, confirmed(v, token, slice) gives what it brought; where tokens
+//   are PICKED, token(j, i) is the i-th of those that its j-th tile picks, some token for i past them.
 //   loaded(): called when this warp has asked for its first activations, ahead of weights, behind which they
 //   would queue. ask(): when they are staged.
 //   chunk(j, k): chunk k of its j-th tile.
 //   done(j, row, token, sum, sum_squares, mine): called by whole warps; FINISHERS neighbouring lanes
-//   bring the same output, the first of them with `mine`; rows of a tile follow one another.
+//   bring the same output, the first of them with `mine`; rows of a tile follow one another. Where tokens are PICKED,
+//   `token` counts those of the tile, up to MAX_TOKENS, however many it picks.
 template <class P, int PLACE_BYTES, class Source, class Loaded, class Ask, class ChunkAt, class Done>
 __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, int tiles, int tokens,
                                                Source source, const float* norm, Loaded loaded, Ask ask,
@@ -145,7 +150,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
   // Records of a chunk that a warp has, at least and at most.
   constexpr int LEAST = SLICES / WARPS, MOST = (SLICES + WARPS - 1) / WARPS;
   // With few slices a warp's activations stay in registers.
-  constexpr bool HOLD = !WINDOW && EACH * SETS <= (PRODUCERS ? 2 : 1) && (LEAST == MOST || EACH == 1);
+  constexpr bool HOLD = !WINDOW && !P::PICKED && EACH * SETS <= (PRODUCERS ? 2 : 1) && (LEAST == MOST || EACH == 1);
   constexpr int HELD = HOLD ? EACH : 1;
   u32 thread = Source::LATER_PASS ? kept(threadIdx.x) : threadIdx.x;  // computes anew what takes registers to keep
   int lane = thread & 31, warp = thread >> 5;
@@ -153,7 +158,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
   // rest). Groups are turned so that lanes that read together are on different banks.
   uint4* staged = reinterpret_cast<uint4*>(work);
   float* squares = reinterpret_cast<float*>(staged + P::STAGED);
-  float* partial = squares + WARPS * MAX_TOKENS;  // [SETS_OF_SUMS][TOGETHER][WARPS][MAX_TOKENS][TILE]
+  float* partial = squares + WARPS * P::STAGED_TOKENS;  // [SETS_OF_SUMS][TOGETHER][WARPS][MAX_TOKENS][TILE]
   constexpr int BATCH_FLOATS = TOGETHER * WARPS * MAX_TOKENS * TILE;
 
   // Staging: lane l brings columns 4 l to 4 l + 3 of a slice, which are one step of one group.
@@ -203,7 +208,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
   auto keep_squares = [&](int token) {
     if (NORM) {
       square = warp_sum(square);
-      if (lane == 0) squares[warp * MAX_TOKENS + token] = square;
+      if (lane == 0) squares[warp * P::STAGED_TOKENS + token] = square;
     }
   };
   if (!WINDOW) {
@@ -225,13 +230,14 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
   __syncthreads();  // every warp asks chunk()
 #endif
 
-  const uint4* home = staged + (P::APART ? column % 2 : column) * 16 + t * 4;
+  const uint4* const first_home = staged + column % 2 * 16 + t * 4;
+  const uint4* home = first_home + (P::APART || P::PICKED ? 0 : column / 2 * 32);
   int turn = t >> 1 ^ column % 2 * 2;
   typedef uint4 Slice[SETS][4];  // the B operand of a slice
   auto take = [&](Slice& b, int place) {
 #pragma unroll
     for (int set = 0; set < SETS; set++)
-      if (P::APART || set * 8 + column < 2 * tokens)
+      if (P::APART || P::PICKED || set * 8 + column < 2 * tokens)
 #pragma unroll
         for (int g = 0; g < 4; g++) {
           const uint4* operand = home + place * SLICE_STEP + set * 128 + (g ^ turn);
@@ -300,6 +306,7 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
     int last = next + SIDE_BY_SIDE - 1, batch = last % TOGETHER;  // a batch ends with tiles side by side
     float* results = partial + last / TOGETHER % P::SETS_OF_SUMS * BATCH_FLOATS;
     if (!UNROLLED) {
+      if constexpr (P::PICKED) home = first_home + source.token(next, P::APART ? 0 : column / 2) * 32;
       float4 sums[SIDE_BY_SIDE][SETS] = {};
       int l = warp;  // this warp's next record of the chunk
       int staged_slices = 0, used_slices = 0;  // of the window
@@ -366,18 +373,20 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
       for (int first = warp * 32 / FINISHERS; first < outputs; first += THREADS / FINISHERS) {
         int i = min(first + lane / FINISHERS, outputs - 1);  // whole warps: they shuffle
         int which = i / (MAX_TOKENS * TILE), at = i % (MAX_TOKENS * TILE), token = at / TILE;
+        int staged_token = token;
+        if constexpr (NORM && P::PICKED) staged_token = source.token(last - batch + which, token);
         float total = 0.f, square = 0.f;
 #pragma unroll
         for (int w = 0; w < WARPS; w += FINISHERS) {
           total += results[(which * WARPS + w + share) * MAX_TOKENS * TILE + at];
-          if (NORM) square += squares[(w + share) * MAX_TOKENS + token];
+          if (NORM) square += squares[(w + share) * P::STAGED_TOKENS + staged_token];
         }
 #pragma unroll
         for (int o = FINISHERS / 2; o; o >>= 1) {
           total += __shfl_xor_sync(ALL_LANES, total, o);
           if (NORM) square += __shfl_xor_sync(ALL_LANES, square, o);
         }
-        bool mine = share == 0 && token < tokens && first + lane / FINISHERS < outputs;
+        bool mine = share == 0 && (P::PICKED || token < tokens) && first + lane / FINISHERS < outputs;
         done(last - batch + which, at % TILE, token, total, square, mine);
       }
       // The next batch's barrier comes before these floats are written again, if it has its own.
@@ -496,12 +505,11 @@ __device__ __forceinline__ int own_tile(int j) {
   return (blockIdx.x + j / SIDE_BY_SIDE * gridDim.x) * SIDE_BY_SIDE + j % SIDE_BY_SIDE;
 }
 
-// With one token: the value of `column` (float32 [16 x row_tiles]) at the row for which this thread
-// will be asked to finish a tile of the first batch.
-template <class P>
-__device__ __forceinline__ float row_ahead(const float* column, int row_tiles) {
+// With one token: value(row) of the row for which this thread will be asked to finish a tile of the first batch.
+template <class P, class Value>
+__device__ __forceinline__ float row_ahead(Value value, int row_tiles) {
   static_assert(P::TOGETHER * TILE * FINISHERS <= THREADS, "a thread finishes one row of a batch");
   int at = threadIdx.x / FINISHERS, tile = own_tile<P::SIDE_BY_SIDE>(at / TILE);
   bool mine = at < P::TOGETHER * TILE && tile < row_tiles;
-  return mine ? __ldcg(column + tile * TILE + at % TILE) : 0.f;
+  return mine ? value(tile * TILE + at % TILE) : 0.f;
 }

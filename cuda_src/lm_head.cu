@@ -8,11 +8,16 @@
 //   norm   float32 [K]                 in
 //   rows, vocab (rows that count; the rest is padding), tokens int32; eps float32
 // Grid: any number of blocks of BLOCK_THREADS threads; its tiles: own_tile in gemv.cuh.
-// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), those of gemv.cuh.
+// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), NORM_SIZE (columns of which the mean is; K by
+// default, others hold zeros), those of gemv.cuh.
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sum; of equal logits
 // the lower row wins.
 #include "gemv.cuh"
+
+#ifndef NORM_SIZE
+#define NORM_SIZE K
+#endif
 
 #if K % 128 != 0 || TOKENS < 1 || TOKENS > 8
 #error "lm_head needs K in multiples of 128 and TOKENS 1 to 8"
@@ -38,7 +43,7 @@ lm_head(float* __restrict__ logits, u64* best, const u8* __restrict__ w, const f
       [&](int j, int r, int token, float sum, float square, bool counts) {
         int row = own_tile(j) * TILE + r;
         if (row >= vocab || !counts) return;
-        float y = sum * rsqrtf(square / K + eps);
+        float y = sum * rsqrtf(square / NORM_SIZE + eps);
         logits[static_cast<size_t>(token) * vocab + row] = y;
         u64 key = static_cast<u64>(ordered(y)) << 32 | static_cast<u32>(~row);
 #pragma unroll

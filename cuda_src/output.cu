@@ -33,7 +33,7 @@ output(float* residual, u32* __restrict__ handed_over, const u8* __restrict__ w,
   auto waited = [&] {
     for (int i = blockIdx.x * BLOCK_THREADS + threadIdx.x; i < words; i += gridDim.x * BLOCK_THREADS)
       handed_over[i] = EMPTY;
-    if (TOKENS == 1) before = row_ahead<Rows>(residual, rows / TILE);
+    if (TOKENS == 1) before = row_ahead<Rows>([&](int row) { return __ldcg(residual + row); }, rows / TILE);
   };
   stream_tiles<Rows, true, true>(
       shared, tiles, x, tokens, nullptr, waited, nothing, one_tile, nothing, chunk,

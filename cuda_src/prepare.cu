@@ -12,7 +12,7 @@
 //            u8    [experts][rows][columns / 2] in, where it is W_FP4, low nibble first
 //   scales   fp16  [experts][rows][columns / 32]   in for W_FP4, null for W_BF16
 //   rows     int32; with PAIRED, gate rows and then as many up rows, which alternate in the records
-//   columns  int32
+//   columns, slices (of a record's row; the last may hold zeros) int32
 // Grid: (ceil(slices / 4), tiles, experts) blocks of 128 threads, a warp a record. Rows past the last
 // (with PAIRED: pairs) and columns past the last become zeros.
 // Macros: SOURCE W_BF16 (0) or W_FP4 (1); W_FORMAT the same or W_FP4; PAIRED 0 or 1.
@@ -102,10 +102,9 @@ __device__ __forceinline__ void encode_group(const uint4& eight, u32& nibbles, _
 
 extern "C" __global__ void __launch_bounds__(32 * PREPARE_WARPS)
 prepare(u8* __restrict__ records, int* flags, const u8* __restrict__ codes,
-        const __half* __restrict__ scales, int rows, int columns) {
+        const __half* __restrict__ scales, int rows, int columns, int slices) {
   grid_wait();
   int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  int slices = (columns + SLICE - 1) / SLICE;
   int slice = blockIdx.x * PREPARE_WARPS + threadIdx.x / 32;
   if (slice >= slices) return;
   size_t tile = static_cast<size_t>(blockIdx.z) * gridDim.y + blockIdx.y;

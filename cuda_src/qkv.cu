@@ -7,10 +7,15 @@
 //   norm      float32 [K]              in
 //   rows, tokens int32; eps float32
 // Grid: any number of blocks of BLOCK_THREADS threads; its tiles: own_tile in gemv.cuh.
-// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), those of gemv.cuh.
+// Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), NORM_SIZE (columns of which the mean is; K by
+// default, others hold zeros), those of gemv.cuh.
 // Alignment: 16 bytes everywhere.
 // Numerics: see gemv.cuh; norm factor and bias are applied in float32 to the finished sum.
 #include "gemv.cuh"
+
+#ifndef NORM_SIZE
+#define NORM_SIZE K
+#endif
 
 #if K % 128 != 0 || TOKENS < 1 || TOKENS > 8
 #error "qkv needs K in multiples of 128 and TOKENS 1 to 8"
@@ -31,7 +36,7 @@ qkv(float* __restrict__ projected, const u8* __restrict__ w, const float* __rest
       shared, tiles, x, tokens, norm, nothing, nothing, one_tile, nothing, chunk,
       [&](int j, int r, int token, float sum, float square, bool mine) {
         int row = own_tile(j) * TILE + r;
-        float y = sum * rsqrtf(square / K + eps);
+        float y = sum * rsqrtf(square / NORM_SIZE + eps);
         if (mine)
           projected[static_cast<size_t>(token) * rows + row] = bias ? y + bias[row] : y;
       });

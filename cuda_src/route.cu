@@ -1,15 +1,21 @@
-// router_logits[token][e] = rsqrt(mean(x^2) + eps) * sum_k W[e][k] (x[token][k] norm[k])
+// router_logits[token][e] = rsqrt(mean(x^2) + eps) * sum_k W[e][k] (x[token][k] norm[k]) + bias[e]
 //
 //   router_logits float32 [tokens][EXPERTS]   out
 //   w    bf16 [EXPERTS][K]             in
+//   bias float32 [EXPERTS] or null     in
 //   x    float32 [tokens][K]           in: residual stream
 //   norm float32 [K]                   in
 //   tokens int32; eps float32
 // Grid: EXPERTS blocks of 32 WARPS threads; the warps of a block share K, weights in registers.
-// Macros: K (multiple of 128), EXPERTS, WARPS (4 or 8).
+// Macros: K (multiple of 128), EXPERTS, WARPS (4 or 8), NORM_SIZE (columns of which the mean is; K by default,
+// others hold zeros).
 // Alignment: w 8 bytes, x and norm 16 bytes.
 // Numerics: float32 products and sums; lanes by a butterfly, then warps in order.
 #include "common.cuh"
+
+#ifndef NORM_SIZE
+#define NORM_SIZE K
+#endif
 
 #if K % 128 != 0
 #error "route needs K in multiples of 128"
@@ -19,8 +25,8 @@
 #endif
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-route(float* __restrict__ router_logits, const __nv_bfloat16* __restrict__ w, const float* x,
-      const float* __restrict__ norm, int tokens, float eps) {
+route(float* __restrict__ router_logits, const __nv_bfloat16* __restrict__ w,
+      const float* __restrict__ bias, const float* x, const float* __restrict__ norm, int tokens, float eps) {
   constexpr int SLICES = K / 128, EACH = (SLICES + WARPS - 1) / WARPS;
   __shared__ float2 parts[WARPS];
   STAMP(0);
@@ -36,6 +42,7 @@ route(float* __restrict__ router_logits, const __nv_bfloat16* __restrict__ w, co
       factor[i] = __ldg(reinterpret_cast<const float4*>(norm + slice * 128) + lane);
     }
   }
+  float added = bias ? __ldg(bias + expert) : 0.f;
   STAMP(1);
   launch_next();  // gate_up reads nothing before its own wait
   grid_wait();
@@ -63,7 +70,7 @@ route(float* __restrict__ router_logits, const __nv_bfloat16* __restrict__ w, co
       float dot = parts[0].x, squares = parts[0].y;
 #pragma unroll
       for (int w = 1; w < WARPS; w++) dot += parts[w].x, squares += parts[w].y;
-      router_logits[token * EXPERTS + expert] = dot * rsqrtf(squares / K + eps);
+      router_logits[token * EXPERTS + expert] = dot * rsqrtf(squares / NORM_SIZE + eps) + added;
     }
     __syncthreads();
   }

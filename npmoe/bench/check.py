@@ -11,7 +11,7 @@ import numpy as np
 
 from npmoe.batch import Batch
 from npmoe.bench.near_ties import WatchedRouter
-from npmoe.bench.random_model import prepare, random_matrix, random_vector
+from npmoe.bench.random_model import device_vector, prepare, random_matrix, random_vector
 from npmoe.bench.shapes import small_copy
 from npmoe.bench.subject import Subject, from_config
 from npmoe.config import KVCacheConfig, WeightsPolicy
@@ -80,7 +80,7 @@ def paired_weights(
     for p in subject.parameters:
         if p.part == VECTOR:
             host[p.name] = random_vector(p, rng)
-            device[p.name] = to_device(host[p.name], "cuda")
+            device[p.name] = device_vector(p, host[p.name], "cuda")
             continue
         w = random_matrix(p, formats[p.part], rng)
         host[p.name] = prepare(p, w, "cpu")

@@ -12,7 +12,7 @@ from npmoe.kv.states import RecurrentState
 from npmoe.kv.storage import key_value_dims
 from npmoe.models.cache import ModelCache
 from npmoe.models.conversion import cannot_be
-from npmoe.models.gpu import prepare_for_gpu
+from npmoe.models.gpu import prepare_for_gpu, prepare_vector
 from npmoe.models.parameters import TABLE, VECTOR, Parameter
 from npmoe.models.specs import ModelSpec
 from npmoe.ops.linear import prepare_linear
@@ -38,7 +38,8 @@ def random_weights(
     weights = {}
     for p in progress(parameters, "making random weights", quiet):
         if p.part == VECTOR:
-            weights[p.name] = to_device(random_vector(p, np.random.default_rng(0)), device)
+            vector = random_vector(p, np.random.default_rng(0))
+            weights[p.name] = device_vector(p, vector, device)
             continue
         one = replace(p, shape=(1, *p.shape[1:])) if p.stacked else p
         try:
@@ -68,6 +69,11 @@ def random_matrix(p: Parameter, format_name: str, rng: Any) -> QuantTensor:
         values = rng.standard_normal(shape, dtype=np.float32) * scale
         parts.append(quantize(values, format_name))
     return concatenate_rows(parts)
+
+
+def device_vector(p: Parameter, v: np.ndarray, device: str) -> Array:
+    """A vector as the loader puts it on a device."""
+    return to_device(prepare_vector(p, v), device) if device == "cuda" else v
 
 
 def prepare(p: Parameter, w: QuantTensor, device: str) -> QuantTensor | Array:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from npmoe.formats.fragments import COLUMNS
+
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe",
@@ -100,23 +102,25 @@ _LISTS_BY_LAYER = ("layer_types", "mlp_only_layers")
 
 def small_copy(raw: dict[str, Any]) -> dict[str, Any]:
     """The config of two layers with the same family, experts, experts a token, head size and query
-    heads a KV head, and narrow everywhere else."""
+    heads a KV head, and narrow everywhere else; widths fill their last 128 columns as far as the
+    shape's do."""
     heads = raw["num_attention_heads"]
     kv_heads = raw.get("num_key_value_heads") or heads
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     few = 2 if heads // kv_heads * head_dim % 128 else 1  # kernels take 128 columns at a time
     copy = {k: v for k, v in raw.items() if k not in _LISTS_BY_LAYER}
+    width = SMALL_WIDTH + (raw.get("moe_intermediate_size") or raw["intermediate_size"]) % COLUMNS
     copy |= {
-        "hidden_size": SMALL_HIDDEN,
+        "hidden_size": SMALL_HIDDEN + raw["hidden_size"] % COLUMNS,
         "num_hidden_layers": SMALL_LAYERS,
         "num_attention_heads": few * heads // kv_heads,
         "num_key_value_heads": few,
         "head_dim": head_dim,
         "vocab_size": SMALL_VOCAB,
         "max_position_embeddings": SMALL_POSITIONS,
-        "intermediate_size": SMALL_WIDTH,
+        "intermediate_size": width,
         "tie_word_embeddings": False,
     }
     if "moe_intermediate_size" in raw:
-        copy["moe_intermediate_size"] = SMALL_WIDTH
+        copy["moe_intermediate_size"] = width
     return copy

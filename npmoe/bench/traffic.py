@@ -6,6 +6,7 @@ as far as a window sees, where copies at higher precision serve them in these; r
 count whole. Padding that a layout adds does not count, nor do activations.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -84,9 +85,9 @@ def _token_bytes(pages: KVPages) -> float:
 def _matrix_bytes(p: Parameter, w: Any, device: str) -> float:
     """All bytes of a parameter; on the CPU 4-bit codes take a byte each."""
     if p.part == VECTOR:
-        return w.size * FLOAT32_BYTES
+        return math.prod(p.shape) * FLOAT32_BYTES
     if p.part in (TABLE, ROUTER) and device == "cuda":
-        return w.nbytes
+        return math.prod(p.shape) * w.itemsize
     measure = running_bytes if device == "cpu" and p.part != TABLE else format_bytes
     return measure(w.format, p.shape)
 

@@ -13,7 +13,14 @@ from npmoe.formats.groups import fp16_scale, unpack_nibbles
 from npmoe.formats.quant_tensor import QuantTensor
 
 LAYOUT = "fragments"
-ROWS, COLUMNS, GROUP = 16, 128, 32
+ROWS, COLUMNS, GROUP, NARROW = 16, 128, 32, 2048
+
+
+def padded(width: int) -> int:
+    """The columns that kernels take for so many, of which the last may hold zeros: whole records,
+    and of a wide matrix an even number of them, which can come in chunks of several."""
+    unit = COLUMNS if width <= NARROW else 2 * COLUMNS
+    return -(-width // unit) * unit
 
 
 class RecordFormat(NamedTuple):

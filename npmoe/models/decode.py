@@ -16,11 +16,11 @@ import numpy as np
 from npmoe.config import KVCacheConfig
 from npmoe.dtypes import Array
 from npmoe.errors import NumericalError
-from npmoe.formats.fragments import COLUMNS, ROWS
+from npmoe.formats.fragments import COLUMNS, ROWS, padded
 from npmoe.formats.quant_tensor import CODES_PER_BYTE, QuantTensor
 from npmoe.models.attention_split import AttentionSplit, head_groups
 from npmoe.models.decode_spec import check_decode_spec
-from npmoe.models.grouped import GroupedExperts
+from npmoe.models.grouped import GroupedExperts, activation_arguments, expert_macros
 from npmoe.models.specs import AttentionSpec, ExpertSpec, ModelSpec
 from npmoe.models.stream import BLOCK_BYTES, W_CODES, ExpertStream, Stream
 from npmoe.ops.quantize import KVPages
@@ -50,14 +50,14 @@ class Tuning:
     one_kernel: a single token's experts run in one kernel where that exists. qkv_with_experts: that
     kernel runs the next layer's qkv too, where formats agree. grouped: experts of several tokens
     are read once, whoever chose them; None leaves it to their size. pairs_at_once: of the tokens
-    that chose an expert, those for which its down projection is then read once."""
+    that chose an expert, those for which it is then read once, 1 to 4."""
 
     splits: int | None = None
     blocks: int | None = None
     one_kernel: bool = True
     qkv_with_experts: bool = True
     grouped: bool | None = None
-    pairs_at_once: int = 8
+    pairs_at_once: int = 4
 
 
 class DecodeStep:
@@ -74,10 +74,9 @@ class DecodeStep:
         sampled: bool = False,
         cos_sin: Array | None = None,
     ) -> None:
-        """weights: matrices in "fragments" layout (expert gate and up rows alternating), routers
-        and embedding bf16 arrays, vectors float32. cache: KV pages per layer. block_table int32
-        `[S, max_pages]` on the device, S <= 8. sampled: `sampler` chooses, as its rows say, after
-        lm_head's greedy choice. cos_sin: a `rotary_table` that several steps share.
+        """weights: as `prepare_for_gpu` and `prepare_vector` give them. cache: KV pages per layer.
+        block_table int32 `[S, max_pages]` on the device, S <= 8. sampled: `sampler` chooses, as its
+        rows say, after lm_head's greedy choice. cos_sin: a `rotary_table` that several steps share.
         Raises UnsupportedModel for what has no kernel, and ValueError for more blocks than the GPU
         has multiprocessors.
         """
@@ -101,20 +100,22 @@ class DecodeStep:
         assert isinstance(mlp, ExpertSpec)
         experts, top_k = mlp.router.num_experts, mlp.router.top_k
         width = weights["layers.0.down_proj"].shape[-1]  # padded
-        self.x = xp.zeros((seqs, spec.hidden_size), xp.float32)
+        self.hidden_size = padded(spec.hidden_size)
+        self.x = xp.zeros((seqs, self.hidden_size), xp.float32)
         self.projected = xp.zeros((seqs, rows), xp.float32)
         self.attended = xp.zeros((seqs, a.num_heads * a.head_dim), xp.float32)
         self.router_logits = xp.zeros((seqs, experts), xp.float32)
         self.grouped = None
         if seqs > 1 and self._groups(weights):
-            sizes = seqs, spec.hidden_size, width, mlp.router, self.blocks
+            sizes = seqs, self.hidden_size, width, mlp, self.blocks
             limits = self.bulk, self.shared_bytes, self.tuning.pairs_at_once
-            self.grouped = GroupedExperts(*sizes, *limits)
+            self.grouped = GroupedExperts(*sizes, *limits, self._norm_size)
         pairs = 0 if self.grouped else seqs * top_k
         self.hidden = xp.zeros((pairs, width), xp.float32)
         # What blocks tell others that run already: ids, or, of one token, hidden and the residual.
-        words = pairs if seqs > 1 else pairs * width + spec.hidden_size
+        words = pairs if seqs > 1 else pairs * width + self.hidden_size
         self.handed_over = xp.zeros(words, xp.uint32)
+        self.chosen_weights = xp.zeros(pairs, xp.float32)
         self.logits = xp.zeros((seqs, spec.vocab_size), xp.float32)
         self.best = xp.zeros(seqs, xp.uint64)
         self.tokens, self.steps = xp.zeros(seqs, xp.int32), xp.zeros(seqs, xp.uint32)
@@ -135,6 +136,12 @@ class DecodeStep:
         if cos_sin is None:
             cos_sin = rotary_table(spec, block_table.shape[1] * cache[0][0].page_size)
         self.cos_sin = cos_sin
+
+    @property
+    def _norm_size(self) -> dict[str, int]:
+        """Of the kernels with a norm: the columns that count, where not all of them do."""
+        all_count = self.hidden_size == self.spec.hidden_size
+        return {} if all_count else {"NORM_SIZE": self.spec.hidden_size}
 
     def _groups(self, weights: dict[str, Any]) -> bool:
         """Whether several tokens are grouped by expert: if so told, or by an expert's size."""
@@ -213,7 +220,7 @@ class DecodeStep:
         """Puts one step of all sequences on the current stream."""
         w = self.weights
         launch(
-            kernel("embed", "embed", K=self.spec.hidden_size),
+            kernel("embed", "embed", K=self.hidden_size),
             (self.num_seqs,),
             256,
             self.x,
@@ -266,7 +273,7 @@ class DecodeStep:
         self._route(w, mlp)
         if self.grouped is not None:
             norm = w["post_attention_layernorm"]
-            weights = w["gate_up_proj"], w["down_proj"]
+            weights = w["gate_up_proj"], w["gate_up_bias"], w["down_proj"], w["down_bias"]
             self.grouped.enqueue(self.x, self.router_logits, norm, self.spec.eps, *weights)
             return
         macros, together = self._expert_macros(w, mlp), self._expert_streams[i]
@@ -340,13 +347,15 @@ class DecodeStep:
             raise NumericalError.at(i, int(to_host(self.seq_lens)[rows[0]]) - 1)
 
     def _route(self, w: dict[str, Any], mlp: ExpertSpec) -> None:
-        experts, warps = mlp.router.num_experts, 4 if self.spec.hidden_size < WIDE else 8
+        experts, warps = mlp.router.num_experts, 4 if self.hidden_size < WIDE else 8
+        macros = {"K": self.hidden_size, "EXPERTS": experts, "WARPS": warps, **self._norm_size}
         launch(
-            kernel("route", "route", K=self.spec.hidden_size, EXPERTS=experts, WARPS=warps),
+            kernel("route", "route", **macros),
             (experts,),
             32 * warps,
             self.router_logits,
             w["router"],
+            w["router_bias"],
             self.x,
             w["post_attention_layernorm"],
             self.num_seqs,
@@ -412,7 +421,7 @@ class DecodeStep:
         streams = self._gate_up_stream(w, mlp), self._down_stream(w, mlp)
         if all(stream.resident for stream in streams):
             return None  # down asks for its weights beside gate_up
-        sizes = self.spec.hidden_size, down.shape[-1], mlp.router.top_k
+        sizes = self.hidden_size, down.shape[-1], mlp.router.top_k
         qkv = self.weights.get(f"layers.{i + 1}.qkv_proj") if self.tuning.qkv_with_experts else None
         rows = qkv.shape[0] if qkv is not None and qkv.format == down.format else 0
         limits = self.blocks, self.shared_bytes
@@ -422,23 +431,26 @@ class DecodeStep:
     def _gate_up_stream(self, w: dict[str, Any], mlp: ExpertSpec) -> Stream:
         form, top_k = w["gate_up_proj"].format, mlp.router.top_k
         tiles = top_k * 2 * w["down_proj"].shape[-1] // ROWS
-        return self._stream(form, self.spec.hidden_size // COLUMNS, 1, 1, tiles)
+        return self._stream(form, self.hidden_size // COLUMNS, 1, 1, tiles)
 
     def _down_stream(self, w: dict[str, Any], mlp: ExpertSpec) -> Stream:
-        down, tiles = w["down_proj"], self.spec.hidden_size // ROWS
+        down, tiles = w["down_proj"], self.hidden_size // ROWS
         return self._stream(down.format, down.shape[-1] // COLUMNS, mlp.router.top_k, 1, tiles)
 
     def _expert_macros(self, w: dict[str, Any], mlp: ExpertSpec) -> dict[str, int]:
         return {
-            "HIDDEN": self.spec.hidden_size,
+            "HIDDEN": self.hidden_size,
             "WIDTH": w["down_proj"].shape[-1],
             "EXPERTS": mlp.router.num_experts,
             "TOP_K": mlp.router.top_k,
             "RENORMALIZE": int(mlp.router.renormalize),
+            **expert_macros(mlp),
+            **self._norm_size,
         }
 
     def _experts_in_one(self, i: int, macros: dict[str, int], stream: ExpertStream) -> None:
-        w = self._weights(i)
+        w, mlp = self._weights(i), self.spec.layers[i].mlp
+        assert isinstance(mlp, ExpertSpec)
         qkv: tuple[Any, ...] = ()
         if stream.qkv is not None:
             after = self._weights(i + 1)
@@ -454,10 +466,13 @@ class DecodeStep:
             self.x,
             self.handed_over,
             gate_up.codes,
+            w["gate_up_bias"],
             down.codes,
+            w["down_bias"],
             self.router_logits,
             w["post_attention_layernorm"],
             self.spec.eps,
+            *activation_arguments(mlp.activation),
             *qkv,
             shared=stream.shared,
         )
@@ -472,11 +487,14 @@ class DecodeStep:
             stream.threads,
             self.hidden,
             self.handed_over,
+            self.chosen_weights,
             gate_up.codes,
+            w["gate_up_bias"],
             self.router_logits,
             self.x,
             w["post_attention_layernorm"],
             self.spec.eps,
+            *activation_arguments(mlp.activation),
             shared=stream.shared,
         )
         stream = self._down_stream(w, mlp)
@@ -487,7 +505,9 @@ class DecodeStep:
             stream.threads,
             self.x,
             down.codes,
+            w["down_bias"],
             self.handed_over,
+            self.chosen_weights,
             self.hidden,
             shared=stream.shared,
         )
@@ -506,6 +526,8 @@ class DecodeStep:
         macros = {"K": w.shape[1], "TOKENS": self.num_seqs, "W_FORMAT": W_CODES[w.format]}
         if rotated:
             macros["ROTATED"] = rotated
+        if stem != "output":
+            macros |= self._norm_size
         shared = stream.shared
         if stem == "output":  # attention leaves multiprocessors unevenly: one block on each
             shared = max(shared, self.shared_bytes // 2)
@@ -529,7 +551,8 @@ EMPTY = 0xFFFFFFFF
 """A word that a block waits for, as cuda_src/ptx.cuh has it, until another has written it."""
 _LAYER_WEIGHTS = (
     *("input_layernorm", "qkv_proj", "qkv_bias", "q_norm", "k_norm", "sinks", "o_proj", "o_bias"),
-    *("post_attention_layernorm", "router", "gate_up_proj", "down_proj"),
+    *("post_attention_layernorm", "router", "router_bias"),
+    *("gate_up_proj", "gate_up_bias", "down_proj", "down_bias"),
 )
 
 

@@ -1,9 +1,8 @@
 """Which models the decode kernels run."""
 
 from npmoe.errors import UnsupportedModel
-from npmoe.formats.fragments import COLUMNS
+from npmoe.formats.fragments import padded
 from npmoe.models.specs import AttentionSpec, ExpertSpec, LatentSpec, ModelSpec
-from npmoe.ops.experts import PLAIN
 from npmoe.ops.route import BEST_OF_ALL
 
 MAX_TOP_K = 32
@@ -33,6 +32,7 @@ def check_decode_spec(spec: ModelSpec) -> None:
         if not isinstance(mlp, ExpertSpec):
             raise _no_kernel("a dense MLP")
         top_k, by_head = mlp.router.top_k, a.qk_norm == "head"
+        heads = a.num_heads * a.head_dim
         for what, present in (
             (f"{top_k} experts a token", top_k > MAX_TOP_K),
             ("attention with an output gate", a.output_gate),
@@ -41,14 +41,10 @@ def check_decode_spec(spec: ModelSpec) -> None:
             ("a q/k norm after rotary", a.qk_norm == "rotated"),
             (f"head_dim {a.head_dim}", a.head_dim not in (64, 128)),
             ("more than 16 query heads a KV head", a.num_heads > 16 * a.num_kv_heads),
-            (f"hidden_size {spec.hidden_size}", spec.hidden_size % COLUMNS > 0),
-            (f"heads of {a.num_heads} x {a.head_dim}", a.num_heads * a.head_dim % COLUMNS > 0),
-            ("a router bias", mlp.router.bias),
+            (f"heads of {a.num_heads} x {a.head_dim}", padded(heads) > heads),
             ("a selection bias", mlp.router.selection_bias),
             (f"experts chosen by {mlp.router.rule}", mlp.router.rule != BEST_OF_ALL),
             ("shared experts", mlp.shared is not None),
-            ("expert biases", mlp.bias),
-            (f"experts with {mlp.activation}", mlp.activation != PLAIN),
         ):
             if present:
                 raise _no_kernel(what)

@@ -7,8 +7,9 @@ cuda_src/experts.cu.
 from npmoe.dtypes import Array
 from npmoe.formats.fragments import COLUMNS, ROWS
 from npmoe.formats.quant_tensor import QuantTensor
-from npmoe.models.specs import RouterSpec
+from npmoe.models.specs import ExpertSpec
 from npmoe.models.stream import W_CODES, GroupedStream
+from npmoe.ops.experts import PLAIN, SwiGLU
 from npmoe.ops.group import group_by_expert, group_workspace
 from npmoe.ops.route import top_k
 from npmoe.runtime import nvtx
@@ -28,18 +29,21 @@ class GroupedExperts:
         num_tokens: int,
         hidden_size: int,
         width: int,
-        router: RouterSpec,
+        mlp: ExpertSpec,
         blocks: int,
         bulk: bool,
         shared_bytes: int,
         pairs_at_once: int,
+        macros: dict[str, int],
     ) -> None:
         """width: of an expert, padded. blocks: the multiprocessors that run them. bulk,
         shared_bytes: as of Stream.fit. pairs_at_once: that one reading of an expert's weights
-        serves in grouped_down, or fewer where their activations do not fit shared memory."""
+        serves, or fewer where their activations do not fit shared memory. macros: of the kernels,
+        beside those of their sizes."""
         xp = cupy()
         self.num_tokens, self.hidden_size, self.width = num_tokens, hidden_size, width
-        self.router, self.blocks, self.bulk = router, blocks, bulk
+        self.mlp, self.router, self.blocks, self.bulk = mlp, mlp.router, blocks, bulk
+        self.macros, router = macros, mlp.router
         self.shared_bytes, self.pairs_at_once = shared_bytes, min(pairs_at_once, num_tokens)
         experts, each = router.num_experts, router.top_k
         self.topk_weights = xp.zeros((num_tokens, each), xp.float32)
@@ -58,7 +62,9 @@ class GroupedExperts:
         norm: Array,
         eps: float,
         gate_up: QuantTensor,
+        gate_up_bias: Array | None,
         down: QuantTensor,
+        down_bias: Array | None,
     ) -> None:
         """x `[T, H]` += the experts of its norm that router_logits `[T, E]` choose."""
         with nvtx.annotate("top_k"):
@@ -67,18 +73,21 @@ class GroupedExperts:
         groups = self.expert_counts, self.expert_offsets, self.sorted_pair_ids
         with nvtx.annotate("group_by_expert"):
             group_by_expert(self.topk_ids, self.router.num_experts, groups, self.workspace)
-        stream = self._stream(gate_up.format, self.hidden_size, 2 * self.width, self.num_tokens)
+        sizes = self.hidden_size, 2 * self.width
+        stream = self._stream(gate_up.format, *sizes, staged=self.num_tokens)
         launch(
             kernel("experts", "grouped_gate_up", **self._macros(gate_up.format, stream)),
             (self.blocks,),
             stream.stream.threads,
             self.hidden,
             gate_up.codes,
+            gate_up_bias,
             self.topk_weights,
             *groups,
             x,
             norm,
             eps,
+            *activation_arguments(self.mlp.activation),
             shared=stream.stream.shared,
         )
         stream = self._stream(down.format, self.width, self.hidden_size)
@@ -99,23 +108,24 @@ class GroupedExperts:
             COMBINE_THREADS,
             x,
             self.pair_out,
+            down_bias,
+            self.topk_weights,
+            self.topk_ids,
         )
 
-    def _stream(
-        self, form: str, columns: int, rows: int, side_by_side: int | None = None
-    ) -> GroupedStream:
-        """For experts of so many rows and columns. side_by_side: tokens, None for pairs."""
+    def _stream(self, form: str, columns: int, rows: int, staged: int = 0) -> GroupedStream:
+        """For experts of so many rows and columns. staged: as of GroupedStream.fit."""
         return GroupedStream.fit(
             form,
             columns // COLUMNS,
-            side_by_side or self.pairs_at_once,
+            self.pairs_at_once,
             rows // ROWS,
             self.topk_ids.size,
             self.router.num_experts,
             self.blocks,
             self.bulk,
             self.shared_bytes,
-            fixed=side_by_side is not None,
+            staged,
         )
 
     def _macros(self, form: str, stream: GroupedStream) -> dict[str, int]:
@@ -127,4 +137,17 @@ class GroupedExperts:
             "TOKENS": self.num_tokens,
             "W_FORMAT": W_CODES[form],
             **stream.macros(),
+            **expert_macros(self.mlp),
+            **self.macros,
         }
+
+
+def expert_macros(mlp: ExpertSpec) -> dict[str, int]:
+    """What the kernels of cuda_src/experts.cu must know of biases and activation, if anything."""
+    macros = {"BIASED": mlp.bias, "CLAMPED": mlp.activation != PLAIN}
+    return {name: 1 for name, wanted in macros.items() if wanted}
+
+
+def activation_arguments(kind: SwiGLU) -> tuple[float, float, float]:
+    """What they take of it."""
+    return kind.alpha, kind.limit, kind.offset

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from npmoe.dtypes import Array, array_namespace
-from npmoe.formats.fragments import COLUMNS, LAYOUT, RECORD_BYTES, ROWS
+from npmoe.formats.fragments import COLUMNS, LAYOUT, RECORD_BYTES, ROWS, padded
 from npmoe.formats.quant_tensor import DEFAULT_GROUP_SIZE, QuantTensor
 from npmoe.models.conversion import convert_parameter
-from npmoe.models.gpu import prepare_for_gpu
+from npmoe.models.gpu import adds_to_hidden, alternates, prepare_for_gpu, prepared_rows
 from npmoe.models.parameters import ROUTER, TABLE, Parameter
 from npmoe.models.stream import W_CODES
 from npmoe.runtime.launch import launch
@@ -39,10 +39,13 @@ def prepare_matrix(
     code raises ValueError instead.
     """
     if parameter.part in (ROUTER, TABLE):
-        return convert_parameter(parameter, w, {parameter.part: target}).codes.copy()
+        prepared = prepare_for_gpu(
+            parameter, convert_parameter(parameter, w, {parameter.part: target})
+        )
+        assert not isinstance(prepared, QuantTensor)
+        return prepared.copy()
     if has_kernel(w, target):
-        paired = parameter.part == "experts" and parameter.name.endswith("gate_up_proj")
-        return _prepare_cuda(w, target, paired, flags)
+        return _prepare_cuda(parameter, w, target, flags)
     return _prepare_in_parts(parameter, w, target)
 
 
@@ -54,16 +57,16 @@ def has_kernel(w: QuantTensor, target: str) -> bool:
     return (w.format, target) in KERNELS and fits and w.shape[-1] % 32 == 0
 
 
-def _prepare_cuda(w: QuantTensor, target: str, paired: bool, flags: Array) -> QuantTensor:
-    """Launches the kernel. paired: gate and up rows are to alternate."""
+def _prepare_cuda(parameter: Parameter, w: QuantTensor, target: str, flags: Array) -> QuantTensor:
+    """Launches the kernel."""
     *lead, rows, columns = w.shape
-    out_rows = 2 * -(-rows // 2 // COLUMNS) * COLUMNS if paired else rows
-    tiles, slices = -(-out_rows // ROWS), -(-columns // COLUMNS)
+    out_rows, paired = prepared_rows(parameter), alternates(parameter)
+    tiles, slices = -(-out_rows // ROWS), padded(columns) // COLUMNS
     xp = array_namespace(w.codes)
     records = xp.empty((*lead, tiles, slices, RECORD_BYTES[target]), xp.uint8)
     macros = {"SOURCE": W_CODES[w.format], "W_FORMAT": W_CODES[target], "PAIRED": int(paired)}
     grid = (-(-slices // WARPS), tiles, math.prod(lead))
-    arguments = (records, flags, w.codes, w.scales, rows, columns)
+    arguments = (records, flags, w.codes, w.scales, rows, columns, slices)
     launch(kernel("prepare", "prepare", **macros), grid, 32 * WARPS, *arguments)
     block = (1, DEFAULT_GROUP_SIZE[target]) if target in DEFAULT_GROUP_SIZE else (1, 1)
     shape = (*lead, out_rows, slices * COLUMNS)
@@ -100,7 +103,8 @@ def _parts(parameter: Parameter, w: QuantTensor, target: str) -> Iterator[QuantT
     each = 4 * math.prod(w.shape[1:])
     count = max(1, PART_BYTES // each)
     if not parameter.stacked:
-        count = max(1, count // ROWS) * ROWS
+        unit = COLUMNS if adds_to_hidden(parameter) else ROWS  # only the last part is padded
+        count = max(1, count // unit) * unit
         if w.block[0] > 1 or "nvfp4" in (w.format, target):
             count = w.shape[0]
     if count >= w.shape[0]:

@@ -13,10 +13,10 @@ W_CODES = named_codes({name: record.code for name, record in RECORDS.items()})
 CHUNK_BYTES, NARROW_CHUNK_BYTES = 40_000, 26_000
 RING_BYTES, NARROW_EXPERT_RING_BYTES = 114_000, 174_000
 SLICE_BYTES, WINDOW_FROM = 512, 6
-STATIC_BYTES = 256
+MANY_WARPS, STATIC_BYTES = (16, 12, 20), 256
 """Largest chunk, the same of 4-bit codes; ring, and that of both projections of 4-bit experts;
-activations of a token's slice, and from how many slices a warp they pass through a window; room for
-a kernel's own arrays."""
+activations of a token's slice, and from how many slices a warp they pass through a window; warps
+of a block that multiplies 4-bit codes; room for a kernel's own arrays."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,21 @@ class Stream:
         bulk: bool,
         shared_bytes: int,
         counted: bool = True,
+        staged: int = 0,
     ) -> "Stream":
         """For `tiles` row tiles of `stacked` runs of `slices` records, shared by `blocks` blocks.
 
         form: the weight format. tokens: activations side by side. shared_bytes: shared memory that
         a block of this GPU can have. counted: there are so many tiles, and not at most, where the
-        ring goes round whatever it holds.
+        ring goes round whatever it holds. staged: activations of which each tile picks some, or 0
+        where it takes all.
         Raises UnsupportedModel where activations and ring do not fit it.
         """
-        work = _Work.of(form, slices, stacked, tokens, tiles, blocks, bulk, shared_bytes, counted)
-        choices = (16, 8, 4, 2, 1) if work.narrow else (8, 4, 2, 1)
+        gpu = blocks, bulk, shared_bytes
+        work = _Work.of(form, slices, stacked, tokens, tiles, *gpu, counted, staged or tokens)
         for parts in work.parts(form, slices):
             each = slices // parts
-            for warps in choices:
+            for warps in _warps(work.narrow, each):
                 found = work.stream(parts, stacked * parts, each, each * RECORD_BYTES[form], warps)
                 if found is not None:
                     return found
@@ -98,8 +100,8 @@ class Stream:
 @dataclass(frozen=True)
 class _Work:
     """What a block has to do: `own` row tiles of `slices` slices, or, unless counted, at most so
-    many. narrow: 4-bit codes, few tokens. pairs_fit: tiles can be taken two by two, for at most an
-    eighth more in the busiest block."""
+    many. narrow: 4-bit codes, few tokens. staged: tokens whose activations it holds. pairs_fit:
+    tiles can be taken two by two, for at most an eighth more in the busiest block."""
 
     narrow: bool
     slices: int
@@ -108,7 +110,8 @@ class _Work:
     pairs_fit: bool
     bulk: bool
     shared_bytes: int
-    counted: bool = True
+    counted: bool
+    staged: int
 
     @classmethod
     def of(
@@ -122,6 +125,7 @@ class _Work:
         bulk: bool,
         shared_bytes: int,
         counted: bool = True,
+        staged: int = 1,
     ) -> "_Work":
         """Arguments as of Stream.fit."""
         # 4 bits are bound by instructions and want many warps; more tokens need more registers.
@@ -129,7 +133,8 @@ class _Work:
         own = -(-tiles // blocks)  # of the block that has most
         own_in_pairs = 2 * -(-tiles // (2 * blocks))
         pairs_fit = tiles % 2 == 0 and own > 1 and 8 * own_in_pairs <= 9 * own
-        return cls(narrow, slices * stacked, tokens, own, pairs_fit, bulk, shared_bytes, counted)
+        sizes = slices * stacked, tokens, own, pairs_fit, bulk, shared_bytes
+        return cls(narrow, *sizes, counted, staged)
 
     def stream(
         self, parts: int, chunks: int, each: int, chunk_bytes: int, warps: int
@@ -143,6 +148,11 @@ class _Work:
         least = min(total, 2) * place if self.bulk else 0
         while batch > 1 and self._shared(warps, batch, buffers, window) + least > self._room:
             batch //= 2
+        if self.narrow and not self.counted:  # a ring for pairs of tiles is worth more
+            while (
+                batch > 2 and self._shared(warps, batch, buffers, window) + 4 * place > self._room
+            ):
+                batch //= 2
         if once and batch < self.own:
             return None  # a window passes once
         shared = self._shared(warps, batch, buffers, window)
@@ -220,7 +230,7 @@ class _Work:
     def _once(self, warps: int) -> bool:
         """Whether activations pass through a window."""
         once = (
-            self.bulk and self.counted and self.tokens == 1 and self.slices >= WINDOW_FROM * warps
+            self.bulk and self.counted and self.staged == 1 and self.slices >= WINDOW_FROM * warps
         )
         return once and (self.own == 1 or (self.own == 2 and self.pairs_fit))
 
@@ -230,8 +240,18 @@ class _Work:
 
     def _shared(self, warps: int, batch: int, buffers: int, window: int) -> int:
         """Bytes beside the ring: activations, their squares, and sums."""
-        staged = (window * warps if window else self.slices) * self.tokens * SLICE_BYTES
-        return staged + warps * self.tokens * 4 * (1 + ROWS * batch * buffers)
+        staged = (window * warps if window else self.slices) * self.staged * SLICE_BYTES
+        return staged + warps * 4 * (self.staged + self.tokens * ROWS * batch * buffers)
+
+
+def _warps(narrow: bool, each: int) -> list[int]:
+    """Numbers of warps that may share runs of `each` records, the best first."""
+
+    def busy(warps: int) -> float:  # the part of them that has something to do
+        return each / (-(-each // warps) * warps)
+
+    many = sorted(MANY_WARPS, key=busy, reverse=True) if narrow else []
+    return [*many, 8, 4, 2, 1]
 
 
 def _window(once: bool, each: int, warps: int) -> int:
@@ -288,7 +308,7 @@ class ExpertStream:
         of q, k and v; None where those and a ring do not fit the shared memory that a block of this
         GPU can have."""
         narrow = form in CODES_PER_BYTE
-        warps = 16 if narrow else 8
+        warps = _warps(narrow, hidden // COLUMNS)[0]
         tiles, gpu = top_k * 2 * width // ROWS, (blocks, True, shared_bytes)
         up = _Work.of(form, hidden // COLUMNS, 1, 1, tiles, *gpu)
         down = _Work.of(form, width // COLUMNS, top_k, 1, hidden // ROWS, *gpu)
@@ -349,13 +369,14 @@ class GroupedStream:
         blocks: int,
         bulk: bool,
         shared_bytes: int,
-        fixed: bool,
+        staged: int = 0,
     ) -> "GroupedStream":
         """For experts of `tiles` row tiles of `slices` records, on `blocks` multiprocessors.
 
-        num_pairs: choices of experts. fixed: `columns` side by side, one block a multiprocessor; or
-        else fewer columns where no more fit, so that some experts are read again, and several
-        blocks where a tile is too short for many warps. Others: as of Stream.fit.
+        num_pairs: choices of experts. columns: of them, those for which an expert is read once; or
+        fewer where no more fit, so that some experts are read again. staged: as of Stream.fit; if
+        not 0, there is one block a multiprocessor, or else several where a tile is too short for
+        many warps. Others: as of Stream.fit.
         Raises UnsupportedModel where activations and ring do not fit.
         """
         arrays = 4 * (4 * num_pairs + 2)  # of the kernels: groups and combine weights
@@ -365,21 +386,20 @@ class GroupedStream:
             room = (shared_bytes + BLOCK_BYTES) // each - BLOCK_BYTES - arrays
             work = form, slices, 1, columns, most, blocks * each, bulk
             try:
-                found = Stream.fit(*work, room, counted=False)
+                found = Stream.fit(*work, room, counted=False, staged=staged)
             except UnsupportedModel:
-                if (columns, each) == (last, 1):
+                if (columns, each) == (1, 1):
                     raise
                 return None
             # With all the room, so that no multiprocessor takes one block more than others.
             return found if each == 1 else replace(found, shared=room - STATIC_BYTES)
 
-        last = columns if fixed else 1
         for fewer in range(columns, 0, -1):
             found = stream(fewer, 1)
             if found is None:
                 continue
             wanted = 16 if form in CODES_PER_BYTE and fewer <= 4 else 8
-            for each in range(MAX_BLOCKS_EACH if bulk and not fixed else 1, 1, -1):
+            for each in range(MAX_BLOCKS_EACH if bulk and not staged else 1, 1, -1):
                 smaller = stream(fewer, each) if each * found.warps <= wanted else None
                 if smaller is not None and smaller.warps == found.warps:
                     return cls(smaller, fewer, each)

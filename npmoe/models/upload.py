@@ -15,6 +15,7 @@ import numpy as np
 from npmoe.dtypes import SAFETENSORS_DTYPES, Array, gigabytes
 from npmoe.formats.quant_tensor import DEFAULT_GROUP_SIZE, QuantTensor
 from npmoe.models.conversion import cannot_be, format_bytes
+from npmoe.models.gpu import prepare_vector
 from npmoe.models.own_layout import stored_arrays
 from npmoe.models.parameters import VECTOR, Parameter
 from npmoe.models.prepare import FLAG_WORDS, prepare_matrix
@@ -74,7 +75,8 @@ def _stream(
     arriving = uploader.uploads(_jobs(opened, matrices, formats, quiet))
     for parameter in progress(opened.parameters, "loading weights", quiet):
         if parameter.part == VECTOR:
-            weights[parameter.name] = to_device(read_parameter(opened, parameter), "cuda")
+            vector = prepare_vector(parameter, read_parameter(opened, parameter))
+            weights[parameter.name] = to_device(vector, "cuda")
             continue
         job, arrays = next(arriving)
         assert job.parameter is parameter

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import numpy as np
 
 from npmoe.config import KVCacheConfig, RopeConfig
-from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
+from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS, padded
 from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.kv.storage import KVCache
 from npmoe.models import decode, grouped
@@ -136,9 +136,9 @@ def empty_weights(shape: Shape, fmt: str) -> dict[str, Any]:
     """Weights that take no memory."""
 
     def matrix(rows: int, columns: int, *lead: int) -> QuantTensor:
-        grid = (*lead, -(-rows // ROWS), columns // COLUMNS, RECORD_BYTES[fmt])
+        grid = (*lead, -(-rows // ROWS), padded(columns) // COLUMNS, RECORD_BYTES[fmt])
         records = np.broadcast_to(np.uint8(0), grid)
-        return QuantTensor(fmt, (*lead, rows, columns), records, layout="fragments")
+        return QuantTensor(fmt, (*lead, rows, padded(columns)), records, layout="fragments")
 
     s = shape
     rows = (s.heads + 2 * s.kv_heads) * s.head_dim
@@ -146,7 +146,7 @@ def empty_weights(shape: Shape, fmt: str) -> dict[str, Any]:
     for i in range(s.layers):
         layer = f"layers.{i}."
         w[layer + "qkv_proj"] = matrix(rows, s.hidden)
-        w[layer + "o_proj"] = matrix(s.hidden, s.heads * s.head_dim)
-        w[layer + "gate_up_proj"] = matrix(2 * s.width, s.hidden, s.experts)
-        w[layer + "down_proj"] = matrix(s.hidden, s.width, s.experts)
+        w[layer + "o_proj"] = matrix(padded(s.hidden), s.heads * s.head_dim)
+        w[layer + "gate_up_proj"] = matrix(2 * padded(s.width), s.hidden, s.experts)
+        w[layer + "down_proj"] = matrix(padded(s.hidden), s.width, s.experts)
     return w

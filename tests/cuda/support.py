@@ -12,6 +12,7 @@ from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS, to_fragments
 from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.models import stream
 from npmoe.models.stream import W_CODES
+from npmoe.ops.norm import rms_norm_ref
 from tests.cuda.build import SANITIZE, Kernel, kernel, launch
 
 SEEDS = (0, 1, 2)
@@ -100,6 +101,12 @@ def activations(rng: np.random.Generator, *shape: int) -> Array:
     flat[rng.integers(0, flat.size, 1 + flat.size // 200)] *= 100
     x[..., : shape[-1] // 16] = 0
     return x
+
+
+def norm_of_some(x: Array, norm: Array, eps: float, size: int) -> Array:
+    """RMS norm over the first `size` columns; zeros in the others."""
+    some = rms_norm_ref(x[:, :size], norm[:size], eps)
+    return np.pad(some, ((0, 0), (0, x.shape[1] - size)))
 
 
 def codes(w: QuantTensor) -> Array:

@@ -11,6 +11,7 @@ from npmoe.formats.fragments import COLUMNS, RECORD_BYTES, ROWS
 from npmoe.models import stream
 from npmoe.models.grouped import COMBINE_THREADS, COMBINED_ROWS
 from npmoe.models.stream import W_CODES, GroupedStream
+from npmoe.ops.experts import PLAIN, SwiGLU
 from npmoe.ops.group import group_by_expert_ref
 from npmoe.ops.norm import rms_norm_ref
 from tests.cuda.build import kernel, launch
@@ -24,7 +25,7 @@ from tests.cuda.support import (
     same_bits,
     weight,
 )
-from tests.cuda.test_experts import check_hidden, interleaved
+from tests.cuda.test_experts import CLAMPED, check_hidden, given, in_turn, interleaved
 from tests.helpers import relative_error
 
 EPS = 1e-6
@@ -33,7 +34,7 @@ EPS = 1e-6
 @dataclass(frozen=True)
 class Case:
     """blocks: multiprocessors; ring: chunks in the ring, 0 for no bulk copies; at_once: pairs for
-    which an expert's down projection is read once."""
+    which an expert is read once; biased: both projections are."""
 
     name: str
     fmt: str
@@ -44,12 +45,15 @@ class Case:
     tokens: int
     blocks: int
     ring: int
-    at_once: int = 8
+    at_once: int = 4
+    biased: bool = False
+    activation: SwiGLU = PLAIN
 
     @property
     def macros(self) -> dict[str, int]:
         sizes = {"HIDDEN": self.hidden, "WIDTH": self.width, "EXPERTS": self.experts}
-        return sizes | {"TOP_K": self.top_k, "TOKENS": self.tokens, "W_FORMAT": W_CODES[self.fmt]}
+        sizes |= {"TOP_K": self.top_k, "TOKENS": self.tokens, "W_FORMAT": W_CODES[self.fmt]}
+        return sizes | {"BIASED": int(self.biased), "CLAMPED": int(self.activation != PLAIN)}
 
     def fit(self, name: str) -> GroupedStream:
         """How the kernel streams, with chunks of at most 4 records, so that rings wrap round."""
@@ -59,10 +63,15 @@ class Case:
         changed = {"CHUNK_BYTES": chunk_bytes, "NARROW_CHUNK_BYTES": chunk_bytes}
         with patch.multiple(stream, RING_BYTES=self.ring * (chunk_bytes + 16), **changed):
             return GroupedStream.fit(
-                *(self.fmt, columns // COLUMNS, self.tokens if ups else at_once, rows // ROWS),
+                *(self.fmt, columns // COLUMNS, at_once, rows // ROWS),
                 *(self.tokens * self.top_k, self.experts, self.blocks, self.ring > 0),
-                *(SHARED_BYTES, ups),
+                *(SHARED_BYTES, self.tokens if ups else 0),
             )
+
+    def bias(self, rng: np.random.Generator, rows: int) -> np.ndarray | None:
+        if not self.biased:
+            return None
+        return rng.standard_normal((self.experts, rows)).astype(np.float32)
 
     def run(self, name: str, seed: int, *arguments: Any) -> None:
         """Launches grouped_gate_up or grouped_down as the decode step would."""
@@ -86,8 +95,9 @@ CASES = (
     Case("nvfp4_ring", "nvfp4", 256, 128, 4, 2, 3, 4, 5),
     Case("int4_asym_ring", "int4_asym", 256, 256, 4, 2, 8, 3, 2),
     Case("fp8_plain", "fp8", 128, 128, 4, 4, 2, 3, 0),  # every token takes every expert
+    Case("mxfp4_biased", "mxfp4", 256, 256, 6, 2, 5, 5, 3, 4, True, CLAMPED),
 )
-SANITIZED = ("fp4_pairs", "fp4_read_again", "bf16_plain")
+SANITIZED = ("fp4_pairs", "fp4_read_again", "bf16_plain", "mxfp4_biased")
 PARAMS = [
     pytest.param(c, id=c.name, marks=[pytest.mark.sanitize] if c.name in SANITIZED else [])
     for c in CASES
@@ -113,15 +123,19 @@ def test_grouped_gate_up(case: Case) -> None:
     norm = rng.uniform(0.5, 1.5, case.hidden).astype(np.float32)
     ids = choice(rng, case)
     weights = rng.uniform(0.1, 1, ids.shape).astype(np.float32)
-    given = codes(interleaved(w)), weights, *group_by_expert_ref(ids, case.experts), x, norm
+    bias, kind = case.bias(rng, 2 * case.width), case.activation
+    groups = group_by_expert_ref(ids, case.experts)
+    arrays = codes(interleaved(w)), in_turn(bias), weights, *groups, x, norm
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
         hidden = memory.output(case.tokens, case.top_k, case.width)
-        case.run("grouped_gate_up", seed, hidden, *map(memory.read_only, given), EPS)
+        read = [given(memory, a) for a in arrays]
+        how = EPS, kind.alpha, kind.limit, kind.offset
+        case.run("grouped_gate_up", seed, hidden, *read, *how)
         return (hidden,)
 
     (hidden,) = run_all_orders(run)
-    check_hidden(hidden, w, rms_norm_ref(x, norm, EPS), weights, ids)
+    check_hidden(hidden, w, rms_norm_ref(x, norm, EPS), weights, ids, bias, kind)
 
 
 @pytest.mark.parametrize("case", PARAMS)
@@ -129,11 +143,11 @@ def test_grouped_down(case: Case) -> None:
     rng = np.random.default_rng(case.width + case.tokens)
     w = weight(rng, case.fmt, case.experts, case.hidden, case.width)
     hidden, ids = activations(rng, case.tokens, case.top_k, case.width), choice(rng, case)
-    given = codes(w), *group_by_expert_ref(ids, case.experts), hidden
+    arrays = codes(w), *group_by_expert_ref(ids, case.experts), hidden
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
         pair_out = memory.output(case.tokens, case.top_k, case.hidden)
-        case.run("grouped_down", seed, pair_out, *map(memory.read_only, given))
+        case.run("grouped_down", seed, pair_out, *map(memory.read_only, arrays))
         return (pair_out,)
 
     (pair_out,) = run_all_orders(run)
@@ -155,8 +169,8 @@ def test_combine(case: Case) -> None:
     grid = (-(-case.hidden // COMBINED_ROWS), case.tokens)
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
-        residual, given = memory.writable(before), memory.read_only(pairs)
-        launch(combine, grid, COMBINE_THREADS, residual, given, seed=seed)
+        residual, read = memory.writable(before), memory.read_only(pairs)
+        launch(combine, grid, COMBINE_THREADS, residual, read, None, None, None, seed=seed)
         return (residual,)
 
     (residual,) = run_all_orders(run)
@@ -165,6 +179,29 @@ def test_combine(case: Case) -> None:
     for k in range(2, case.top_k):
         expected = expected + pairs[:, k, 0]
     assert (residual[:, 0] == expected - np.float32(2**26)).all()
+
+
+def test_combine_adds_biases_times_weights() -> None:
+    """Small integers and halves, hence exact."""
+    case, rng = CASES[-1], np.random.default_rng(9)
+    assert case.biased
+    pairs = rng.integers(-9, 9, (case.tokens, case.top_k, case.hidden)).astype(np.float32)
+    before = rng.integers(-9, 9, (case.tokens, case.hidden)).astype(np.float32)
+    bias = rng.integers(-9, 9, (case.experts, case.hidden)).astype(np.float32)
+    ids = choice(rng, case)
+    weights = (rng.integers(0, 5, ids.shape) / 2).astype(np.float32)
+    combine = kernel("experts", "combine", **case.macros, **case.fit("grouped_down").macros())
+    grid = (-(-case.hidden // COMBINED_ROWS), case.tokens)
+
+    def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
+        residual = memory.writable(before)
+        read = map(memory.read_only, (pairs, bias, weights, ids))
+        launch(combine, grid, COMBINE_THREADS, residual, *read, seed=seed)
+        return (residual,)
+
+    (residual,) = run_all_orders(run)
+    expected = before + pairs.sum(axis=1) + (weights[..., None] * bias[ids]).sum(axis=1)
+    assert (residual == expected).all()
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[3], CASES[5]], ids=lambda c: c.name)
@@ -184,8 +221,8 @@ def test_a_token_does_not_depend_on_others(case: Case) -> None:
         groups = group_by_expert_ref(ids, case.experts)
         hidden = np.full((case.tokens, case.top_k, case.width), np.nan, np.float32)
         pair_out = np.full((case.tokens, case.top_k, case.hidden), np.nan, np.float32)
-        given = gate_up, weights, *groups, x, norm
-        case.run("grouped_gate_up", 2, hidden, *given, EPS)
+        arrays = gate_up, None, weights, *groups, x, norm
+        case.run("grouped_gate_up", 2, hidden, *arrays, EPS, 1.0, np.inf, 0.0)
         case.run("grouped_down", 2, pair_out, down, *groups, hidden)
         seen.append((hidden[place], pair_out[place]))
     for hidden, pair_out in seen[1:]:
@@ -197,12 +234,12 @@ def test_short_tiles_get_several_blocks_and_wide_ones_fewer_pairs() -> None:
     """What a multiprocessor of an H200 takes: qwen3-30b-a3b, seed-67b, mixtral-8x7b; 8 tokens."""
     h200 = 132, True, SHARED_BYTES
     for width, hidden, top_k, experts, columns, blocks_each in (
-        (768, 2048, 8, 128, 8, 2),
-        (2560, 4096, 8, 64, 8, 1),
+        (768, 2048, 8, 128, 4, 3),
+        (2560, 4096, 8, 64, 4, 1),
         (14336, 4096, 2, 8, 3, 1),
     ):
-        work = width // COLUMNS, 8, hidden // ROWS, 8 * top_k, experts
-        fitted = GroupedStream.fit("fp4", *work, *h200, fixed=False)
+        work = width // COLUMNS, 4, hidden // ROWS, 8 * top_k, experts
+        fitted = GroupedStream.fit("fp4", *work, *h200)
         assert (fitted.columns, fitted.blocks_each) == (columns, blocks_each)
         assert not fitted.stream.resident
         taken = fitted.stream.shared + stream.STATIC_BYTES + stream.BLOCK_BYTES

@@ -12,6 +12,7 @@ from tests.cuda.support import (
     Memory,
     activations,
     codes,
+    norm_of_some,
     run_all_orders,
     streaming,
     weight,
@@ -48,10 +49,11 @@ def run_lm_head(
     tiles: int,
     blocks: int,
     ring: int,
+    norm_size: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """logits and best."""
     (vocab, columns), tokens = w.shape, x.shape[0]
-    macros = {"K": columns, "TOKENS": max_tokens}
+    macros = {"K": columns, "TOKENS": max_tokens, "NORM_SIZE": norm_size or columns}
     lm_head = streaming(
         "lm_head", "lm_head", w.format, columns, tiles, vocab, ring, tokens=max_tokens, **macros
     )
@@ -91,6 +93,16 @@ def test_lm_head(
     logits, best = run_lm_head(w, x, norm, max_tokens, tiles, blocks, ring)
     assert relative_error(logits, linear_ref(rms_norm_ref(x, norm, EPS), w)) < TOLERANCE
     assert (greedy(best) == logits.argmax(axis=1)).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_the_norm_is_over_the_columns_that_count(tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    w, x = weight(rng, "bf16", 80, 384), activations(rng, tokens, 384)
+    x[:, 320:] = 0
+    norm = rng.uniform(0.5, 1.5, 384).astype(np.float32)
+    logits, _ = run_lm_head(w, x, norm, 4, 3, 2, 2, norm_size=320)
+    assert relative_error(logits, linear_ref(norm_of_some(x, norm, EPS, 320), w)) < TOLERANCE
 
 
 @pytest.mark.parametrize("scale", [1, 0, -1])

@@ -23,7 +23,8 @@ SHAPES = [  # name of the parameter, part, shape
     ("o_proj", "attention", (48, 256)),
     ("lm_head", "lm_head", (37, 640)),  # rows padded to 48; five slices, four warps a block
     ("gate_up_proj", "experts", (2, 2 * 24, 128)),  # gate and up alternate, padded to 128 pairs
-    ("down_proj", "experts", (3, 32, 96)),  # columns padded to 128
+    ("down_proj", "experts", (3, 32, 96)),  # rows and columns padded to 128
+    ("o_proj", "attention", (16, 2080)),  # columns padded to 2304
 ]
 
 
@@ -49,12 +50,12 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Memory]:
     monkeypatch.setattr(prepare, "kernel", build.kernel)
     checked: list[Memory] = []
 
-    def launch(function, grid, threads, records, flags, codes, scales, rows, columns) -> None:
+    def launch(function, grid, threads, records, flags, codes, scales, *sizes: int) -> None:
         for seed in SEEDS:
             memory = Memory()
             out, flag = memory.writable(np.full_like(records, 0xFF)), memory.writable(flags)
             given = [None if a is None else memory.read_only(a) for a in (codes, scales)]
-            build.launch(function, grid, threads, out, flag, *given, rows, columns, seed=seed)
+            build.launch(function, grid, threads, out, flag, *given, *sizes, seed=seed)
             memory.check()
             assert seed == SEEDS[0] or (same_bits(out, records) and same_bits(flag, flags))
             records[...], flags[...] = out, flag
@@ -158,8 +159,10 @@ def test_array_code_in_parts_gives_the_same(
     assert same_bits(found.codes, expected.codes)
 
 
-def test_a_router_is_copied_as_it_is() -> None:
-    w = QuantTensor("bf16", (4, 32), encode_bf16(values(4, (4, 32))))
+@pytest.mark.parametrize("columns", [96, 128])
+def test_a_router_is_copied_as_it_is(columns: int) -> None:
+    """And its columns filled up with zeros."""
+    w = QuantTensor("bf16", (4, columns), encode_bf16(values(4, (4, columns))))
     found = prepare_matrix(parameter("router", ROUTER, w.shape), w, "bf16", np.zeros(1, np.int32))
-    assert same_bits(found, w.codes)
+    assert same_bits(found, np.pad(w.codes, ((0, 0), (0, 128 - columns))))
     assert not np.shares_memory(found, w.codes)

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from npmoe.ops.linear import linear_ref
-from npmoe.ops.norm import rms_norm_ref
 from tests.cuda.support import (
     TOLERANCE,
     Memory,
     activations,
     codes,
+    norm_of_some,
     run_all_orders,
     streaming,
     weight,
@@ -50,12 +50,29 @@ def test_qkv(
     blocks: int,
     biased: bool,
 ) -> None:
+    check_qkv(fmt, columns, max_tokens, tiles, ring, tokens, rows, blocks, biased)
+
+
+def check_qkv(
+    fmt: str,
+    columns: int,
+    max_tokens: int,
+    tiles: int,
+    ring: int,
+    tokens: int,
+    rows: int,
+    blocks: int,
+    biased: bool,
+    norm_size: int | None = None,
+) -> None:
     tokens = min(tokens, max_tokens)
     rng = np.random.default_rng(columns + rows)
     w, x = weight(rng, fmt, rows, columns), activations(rng, tokens, columns)
     norm = rng.uniform(0.5, 1.5, columns).astype(np.float32)
     bias = rng.standard_normal(rows).astype(np.float32) if biased else None
     macros = {"K": columns, "TOKENS": max_tokens}
+    if norm_size is not None:
+        macros["NORM_SIZE"], x[:, norm_size:] = norm_size, 0
     qkv = streaming("qkv", "qkv", fmt, columns, tiles, rows, ring, tokens=max_tokens, **macros)
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
@@ -69,7 +86,8 @@ def test_qkv(
         return (projected,)
 
     (projected,) = run_all_orders(run)
-    expected = linear_ref(rms_norm_ref(x, norm, EPS), w, bias)
+    normed = norm_of_some(x, norm, EPS, norm_size or columns)
+    expected = linear_ref(normed, w, bias)
     assert relative_error(projected, expected) < TOLERANCE
 
 
@@ -85,3 +103,8 @@ def test_activations_pass_through_a_window(
 ) -> None:
     """24 slices in chunks of four for four warps, or 23 one by one; a block reads each once."""
     test_qkv(fmt, columns, 1, tiles, 5, tokens=1, rows=rows, blocks=blocks, biased=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_the_norm_is_over_the_columns_that_count(tokens: int) -> None:
+    check_qkv("fp4", 384, 4, 4, 2, tokens, rows=80, blocks=2, biased=True, norm_size=320)

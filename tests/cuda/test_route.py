@@ -5,37 +5,48 @@ import pytest
 
 from npmoe.formats.quant_tensor import quantize
 from npmoe.ops.linear import linear_ref
-from npmoe.ops.norm import rms_norm_ref
 from npmoe.ops.route import top_k_ref
 from tests.cuda.build import kernel, launch
-from tests.cuda.support import Memory, activations, run_all_orders
+from tests.cuda.support import Memory, activations, norm_of_some, run_all_orders
 from tests.helpers import relative_error
 
 EPS = 1e-6
 
 
 @pytest.mark.parametrize(
-    ("columns", "experts", "tokens", "warps"),
-    [pytest.param(256, 3, 1, 4, marks=pytest.mark.sanitize), (640, 20, 3, 4), (1152, 20, 8, 8)],
+    ("columns", "experts", "tokens", "warps", "biased", "norm_size"),
+    [
+        pytest.param(256, 3, 1, 4, True, 256, marks=pytest.mark.sanitize),
+        (640, 20, 3, 4, False, 640),
+        (1152, 20, 8, 8, True, 1152),
+        (384, 5, 2, 4, True, 320),  # zeros in the last columns, which do not count
+    ],
 )
-def test_router_logits(columns: int, experts: int, tokens: int, warps: int) -> None:
+def test_router_logits(
+    columns: int, experts: int, tokens: int, warps: int, biased: bool, norm_size: int
+) -> None:
     rng = np.random.default_rng(columns + tokens)
     w = quantize((rng.standard_normal((experts, columns)) * 0.1).astype(np.float32), "bf16")
     x = activations(rng, tokens, columns)
+    x[:, norm_size:] = 0
     norm = rng.uniform(0.5, 1.5, columns).astype(np.float32)
-    route = kernel("route", "route", K=columns, EXPERTS=experts, WARPS=warps)
+    bias = rng.standard_normal(experts).astype(np.float32) if biased else None
+    sizes = {} if norm_size == columns else {"NORM_SIZE": norm_size}
+    route = kernel("route", "route", K=columns, EXPERTS=experts, WARPS=warps, **sizes)
 
     def run(memory: Memory, seed: int) -> tuple[np.ndarray]:
         logits = memory.output(tokens, experts)
         launch(
             *(route, (experts,), 32 * warps, logits, memory.read_only(w.codes)),
-            *(memory.read_only(x), memory.read_only(norm), tokens, EPS),
+            *(None if bias is None else memory.read_only(bias), memory.read_only(x)),
+            *(memory.read_only(norm), tokens, EPS),
             seed=seed,
         )
         return (logits,)
 
     (logits,) = run_all_orders(run)
-    assert relative_error(logits, linear_ref(rms_norm_ref(x, norm, EPS), w)) < 2e-6
+    expected = linear_ref(norm_of_some(x, norm, EPS, norm_size), w, bias)
+    assert relative_error(logits, expected) < 2e-6
 
 
 def hard_logits(experts: int) -> np.ndarray:

@@ -51,7 +51,6 @@ def test_what_has_kernels_passes() -> None:
     [
         (replace(SPEC, rope=RopeConfig("longrope")), "longrope"),
         (replace(SPEC, rope=RopeConfig(partial_rotary_factor=0.5)), "part of each head"),
-        (replace(SPEC, hidden_size=192), "hidden_size 192"),
         (last_layer(mlp=MLPSpec(256)), "dense MLP"),
         (last_layer(mlp=ExpertSpec(RouterSpec(64, 33, True), 192)), "33 experts a token"),
         (last_layer(replace(ATTENTION, qk_norm="head", clip=8.0)), "clipped after a norm"),
