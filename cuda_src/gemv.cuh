@@ -162,34 +162,43 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
   constexpr int BATCH_FLOATS = TOGETHER * WARPS * MAX_TOKENS * TILE;
 
   // Staging: lane l brings columns 4 l to 4 l + 3 of a slice, which are one step of one group.
-  typename Source::Loaded q[AT_ONCE];
-  float4 factor[AT_ONCE];
-  auto load = [&](int token, int n) {  // activations of the n-th and following of a warp's slices
+  // A token takes ROUNDS rounds, each of AT_ONCE slices a warp; those of DEPTH rounds are asked for at a time.
+  constexpr int ROUNDS = (EACH + AT_ONCE - 1) / AT_ONCE;
+  constexpr bool FEW_REGISTERS = !BULK || (WARPS > 8 && AT_ONCE > 2);
+  constexpr int DEPTH = P::STAGED_TOKENS == 1 || FEW_REGISTERS ? 1 : PRODUCERS ? 4 : 2;
+  typename Source::Loaded q[DEPTH][AT_ONCE];
+  float4 factor[ROUNDS == 1 ? 1 : DEPTH][AT_ONCE];
+  auto load = [&](int token, int n, int d) {  // activations of the n-th and following of a warp's slices
 #pragma unroll
     for (int s = 0; s < AT_ONCE; s++) {
       int slice = warp + (n + s) * WARPS;
       if (P::has(slice, AT_ONCE)) {
-        q[s] = source.load(token, slice);
-        if (NORM) factor[s] = __ldg(reinterpret_cast<const float4*>(norm + slice * SLICE) + lane);
+        q[d][s] = source.load(token, slice);
+        if (NORM && (ROUNDS > 1 || token == 0))
+          factor[ROUNDS == 1 ? 0 : d][s] = __ldg(reinterpret_cast<const float4*>(norm + slice * SLICE) + lane);
       }
     }
   };
-  load(0, 0);
+  int rounds = WINDOW ? 1 : tokens * ROUNDS;
+#pragma unroll
+  for (int d = 0; d < DEPTH; d++)
+    if (d == 0 || d < rounds) load(d / ROUNDS, d % ROUNDS * AT_ONCE, d);
   loaded();
   int column = lane >> 2, t = lane & 3;  // of B; results are those of token t
   int part = lane / 2 % 4, group = lane / 8 ^ part >> 1;
   u64* heads = reinterpret_cast<u64*>(staged + part * 4 + group) + lane % 2;
   u64* rests = reinterpret_cast<u64*>(staged + 16 + part * 4 + (group ^ 2)) + lane % 2;
   float square = 0.f;
-  auto stage = [&](int token, int n) {  // what load(token, n) brought
+  auto stage = [&](int token, int n, int d) {  // what load(token, n, d) brought
 #pragma unroll
     for (int s = 0; s < AT_ONCE; s++) {
       int slice = warp + (n + s) * WARPS;
       if (P::has(slice, AT_ONCE)) {
-        float4 v = source.confirmed(q[s], token, slice);
+        float4 v = source.confirmed(q[d][s], token, slice);
         if (NORM) {
+          const float4& f = factor[ROUNDS == 1 ? 0 : d][s];
           square += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-          v.x *= factor[s].x, v.y *= factor[s].y, v.z *= factor[s].z, v.w *= factor[s].w;
+          v.x *= f.x, v.y *= f.y, v.z *= f.z, v.w *= f.w;
         }
         v.x *= EVEN_PAIR_SCALE, v.y *= EVEN_PAIR_SCALE;
         v.z *= ODD_PAIR_SCALE, v.w *= ODD_PAIR_SCALE;
@@ -213,15 +222,16 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
   };
   if (!WINDOW) {
 #pragma unroll 1
-    for (int token = 0; token < tokens; token++) {
-      square = 0.f;
-#pragma unroll 1
-      for (int n = 0; n < EACH; n += AT_ONCE) {
-        if (token || n) load(token, n);
-        stage(token, n);
+    for (int first = 0; first < rounds; first += DEPTH)
+#pragma unroll
+      for (int d = 0; d < DEPTH; d++) {
+        int round = first + d, token = round / ROUNDS, next = round + DEPTH;
+        if (round >= rounds) break;
+        if (round % ROUNDS == 0) square = 0.f;
+        stage(token, round % ROUNDS * AT_ONCE, d);
+        if (next < rounds) load(next / ROUNDS, next % ROUNDS * AT_ONCE, d);
+        if (round % ROUNDS == ROUNDS - 1) keep_squares(token);
       }
-      keep_squares(token);
-    }
   }
   __syncwarp();  // a warp reads only what it staged itself
   ask();
@@ -328,10 +338,10 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
             if (WINDOW) {
               if (used_slices == staged_slices) {
                 __syncwarp();
-                stage(0, staged_slices);
+                stage(0, staged_slices, 0);
                 staged_slices += AT_ONCE;
                 __syncwarp();
-                if (staged_slices < EACH) load(0, staged_slices);  // while these are multiplied
+                if (staged_slices < EACH) load(0, staged_slices, 0);  // while these are multiplied
               }
               take(b[0], warp * AT_ONCE + used_slices++ % AT_ONCE);
             } else if (!HOLD) {

@@ -5,7 +5,7 @@
 //   bias float32 [EXPERTS] or null     in
 //   x    float32 [tokens][K]           in: residual stream
 //   norm float32 [K]                   in
-//   tokens int32; eps float32
+//   tokens (1 to 8) int32; eps float32
 // Grid: EXPERTS blocks of 32 WARPS threads; the warps of a block share K, weights in registers.
 // Macros: K (multiple of 128), EXPERTS, WARPS (4 or 8), NORM_SIZE (columns of which the mean is; K by default,
 // others hold zeros).
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 route(float* __restrict__ router_logits, const __nv_bfloat16* __restrict__ w,
       const float* __restrict__ bias, const float* x, const float* __restrict__ norm, int tokens, float eps) {
   constexpr int SLICES = K / 128, EACH = (SLICES + WARPS - 1) / WARPS;
-  __shared__ float2 parts[WARPS];
+  __shared__ float2 parts[8][WARPS];  // of the tokens
   STAMP(0);
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, expert = blockIdx.x;
   uint2 held[EACH] = {};
@@ -64,15 +64,15 @@ route(float* __restrict__ router_logits, const __nv_bfloat16* __restrict__ w,
     }
     sum = warp_sum(sum);
     square = warp_sum(square);
-    if (lane == 0) parts[warp] = make_float2(sum, square);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      float dot = parts[0].x, squares = parts[0].y;
+    if (lane == 0) parts[token][warp] = make_float2(sum, square);
+  }
+  __syncthreads();
+  if (threadIdx.x < tokens) {
+    const float2(&own)[WARPS] = parts[threadIdx.x];
+    float dot = own[0].x, squares = own[0].y;
 #pragma unroll
-      for (int w = 1; w < WARPS; w++) dot += parts[w].x, squares += parts[w].y;
-      router_logits[token * EXPERTS + expert] = dot * rsqrtf(squares / NORM_SIZE + eps) + added;
-    }
-    __syncthreads();
+    for (int w = 1; w < WARPS; w++) dot += own[w].x, squares += own[w].y;
+    router_logits[threadIdx.x * EXPERTS + expert] = dot * rsqrtf(squares / NORM_SIZE + eps) + added;
   }
   STAMP(7);
 }

@@ -411,7 +411,9 @@ class DecodeStep:
         return self.cluster == LONG_CLUSTER and blocks <= self.blocks * self._split.beside
 
     def _expert_stream(self, i: int) -> ExpertStream | None:
-        """How one kernel runs the experts of layer i, or None where two do."""
+        """How one kernel runs the experts of layer i, or None where two do: of small experts, and
+        where the next layer's qkv has another format, since it would wait for that kernel, which
+        leaves no room beside it, to ask for its weights."""
         w, mlp = self._weights(i), self.spec.layers[i].mlp
         assert isinstance(mlp, ExpertSpec)
         gate_up, down = w["gate_up_proj"], w["down_proj"]
@@ -422,8 +424,11 @@ class DecodeStep:
         if all(stream.resident for stream in streams):
             return None  # down asks for its weights beside gate_up
         sizes = self.hidden_size, down.shape[-1], mlp.router.top_k
-        qkv = self.weights.get(f"layers.{i + 1}.qkv_proj") if self.tuning.qkv_with_experts else None
-        rows = qkv.shape[0] if qkv is not None and qkv.format == down.format else 0
+        follows = i + 1 < len(self.spec.layers) and self.tuning.qkv_with_experts
+        qkv = self.weights[f"layers.{i + follows}.qkv_proj"]
+        if qkv.format != down.format and self.tuning.qkv_with_experts:
+            return None
+        rows = qkv.shape[0] if follows else 0
         limits = self.blocks, self.shared_bytes
         found = ExpertStream.fit(gate_up.format, *sizes, *limits, rows)
         return found or ExpertStream.fit(gate_up.format, *sizes, *limits)

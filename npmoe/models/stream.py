@@ -68,7 +68,7 @@ class Stream:
         work = _Work.of(form, slices, stacked, tokens, tiles, *gpu, counted, staged or tokens)
         for parts in work.parts(form, slices):
             each = slices // parts
-            for warps in _warps(work.narrow, each):
+            for warps in _warps(work.narrow, slices * stacked):
                 found = work.stream(parts, stacked * parts, each, each * RECORD_BYTES[form], warps)
                 if found is not None:
                     return found
@@ -244,11 +244,11 @@ class _Work:
         return staged + warps * 4 * (self.staged + self.tokens * ROWS * batch * buffers)
 
 
-def _warps(narrow: bool, each: int) -> list[int]:
-    """Numbers of warps that may share runs of `each` records, the best first."""
+def _warps(narrow: bool, slices: int) -> list[int]:
+    """Numbers of warps that may share the slices of a tile, the best first."""
 
     def busy(warps: int) -> float:  # the part of them that has something to do
-        return each / (-(-each // warps) * warps)
+        return slices / (-(-slices // warps) * warps)
 
     many = sorted(MANY_WARPS, key=busy, reverse=True) if narrow else []
     return [*many, 8, 4, 2, 1]

@@ -106,27 +106,29 @@ def _group_kernel(  # type: ignore[no-untyped-def]
     if thread < num_pairs:
         all_ids[thread] = ids[thread]
     cuda.syncthreads()
-    for e in range(thread, num_experts + 1, threads):
-        before, own = 0, 0
-        for i in range(num_pairs):
-            if all_ids[i] == e:
-                own += 1
-            elif 0 <= all_ids[i] < e:
-                before += 1
-        expert_offsets[e] = before
-        if e < num_experts:
-            expert_counts[e] = own
+    expert = all_ids[thread] if thread < num_pairs else NO_PAIR
+    before, own, place, routed = 0, 0, 0, 0  # the first two of the expert that is this thread's
+    for i in range(num_pairs):
+        found = all_ids[i]
+        if 0 <= found < num_experts:
+            routed += 1
+            before += found < thread
+            own += found == thread
+            place += found < expert or (found == expert and i < thread)
     if thread < num_pairs:
-        expert, place, routed = all_ids[thread], 0, 0
-        for i in range(num_pairs):
-            if 0 <= all_ids[i] < num_experts:
-                routed += 1
-                if all_ids[i] < expert or (all_ids[i] == expert and i < thread):
-                    place += 1
         if 0 <= expert < num_experts:
             sorted_pair_ids[place] = thread
         if thread >= routed:
             sorted_pair_ids[thread] = NO_PAIR
+    for e in range(thread, num_experts + 1, threads):
+        if e != thread:
+            before, own = 0, 0
+            for i in range(num_pairs):
+                before += 0 <= all_ids[i] < e
+                own += all_ids[i] == e
+        expert_offsets[e] = before
+        if e < num_experts:
+            expert_counts[e] = own
 
 
 @cuda_jit

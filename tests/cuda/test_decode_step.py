@@ -238,13 +238,14 @@ def test_experts_in_one_kernel_or_two(weights: str | WeightsPolicy) -> None:
     small |= dict.fromkeys(("RING_BYTES", "NARROW_EXPERT_RING_BYTES"), 4 * (chunk + 16))
     layer = ["attention", "output", "route"]
     two, one, followed = (["gate_up", "down"], ["experts"], ["experts_qkv"])
+    alone = one
     if policy["attention"] != policy["experts"]:
-        followed = [*one, "qkv"]
+        followed, alone = [*two, "qkv"], two
     logits = []
     for tuning, between, last in (
         (decode.Tuning(one_kernel=False), [*two, "qkv"], two),
         (decode.Tuning(qkv_with_experts=False), [*one, "qkv"], one),
-        (decode.Tuning(), followed, one),
+        (decode.Tuning(), followed, alone),
     ):
         cache, tables = make_cache("bf16", 1), np.arange(PAGES_EACH, dtype=np.int32)[None]
         with (
