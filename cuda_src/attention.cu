@@ -41,7 +41,8 @@
 // four heads over quantised keys, in fp16; weights split likewise over bf16 values, times scales in fp16 over
 // quantised values; float32 sums, key scales applied in float32; chunks of a team in order, then the teams of a
 // cluster, helpers' shares in order and then by a butterfly, then clusters.
-// Limits: scales of values below 8,188, since 8 times that must fit fp16; of mxfp4 values above 2^-14, or weights lose
+// Limits: scales of values below 8,188, of int8 127.9 and of fp8 31.9 (values of 16,000 and 14,000), since 2^(LIFT +
+// SLACK) times that must fit fp16; of mxfp4 values above 2^-14, or weights lose
 // bits; nvfp4 keys and values up to 448 times 6: beyond they are clipped.
 #include "new_token.cuh"
 

@@ -1,14 +1,17 @@
 // What the TEAM warps of a team tell each other, and make of it: each scores its own chunks, and tells the weights;
 // then each mixes the values of all their chunks, 32 of every head's elements.
 //
-// Weights are relative to 2^(level - LIFT): times a scale they are fp16. A level is the highest score, exactly,
+// Weights are relative to 2^(level - LIFT): times a scale they are fp16, and those of formats with small scales are
+// lifted further, so that a weight far below the level keeps its bits. A level is the highest score, exactly,
 // whose weight is then exact, and may be exceeded by SLACK before it is raised; over bf16 values it is a
 // whole number, so that heads and rests are scaled exactly.
 // Macros, numerics: attention.cu.
 #pragma once
 #include "attention_scores.cuh"
 
-constexpr float LIFT = V_FORMAT == KV_NVFP4 && !V_BEFORE ? 10.f : V_SCALED ? 2.f : 0.f, SLACK = V_SCALED ? 1.f : 0.f;
+constexpr bool V_SMALL_SCALES = V_FORMAT == KV_NVFP4 || V_FORMAT == KV_FP8;  // amax / 2688 and amax / 448
+constexpr float LIFT = !V_SCALED ? 0.f : V_BEFORE ? 2.f : V_SMALL_SCALES ? 10.f : V_FORMAT == KV_INT8 ? 8.f : 2.f;
+constexpr float SLACK = V_SCALED ? 1.f : 0.f;
 
 // What the warps of a team tell each other of their chunks. Where a lane has one head, of heads 4 to 7 nothing is told;
 // what is read of them goes nowhere.

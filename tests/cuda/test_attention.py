@@ -276,6 +276,33 @@ def check_new_tokens(step: Step, pages: KVPages, by_definition: KVPages) -> None
         assert relative_error(pairs[0][-1], pairs[1][-1]) < 0.2
 
 
+@by_heads(*(h for h in OTHER_FORMATS if not h.rotated))
+def test_one_key_that_takes_almost_all(h: Heads) -> None:
+    """The first token scores 11 above all others, so that e^11 times as many weigh as much as it,
+    and has a value 100 times smaller than theirs, which are small too. Weights that small keep fewer
+    bits over values of 4 bits, which are several percent off themselves."""
+    step, length = make_step(h, 1, (1500,), plain=True), 1500
+    rng, table = np.random.default_rng(6), step.table[0]
+    q = rng.standard_normal(h.dim).astype(np.float32)
+    keys = np.zeros((length, h.kv_heads, h.dim), np.float32)
+    keys[0] = q * (11 * h.dim**0.5 / (q @ q))
+    values = (0.02 + 0.02 * rng.standard_normal(keys.shape)).astype(np.float32)
+    values[0] /= 100
+    step.projected[0] = np.concatenate([np.tile(q, h.heads), keys[-1].ravel(), values[-1].ravel()])
+    t = np.arange(length - 1)
+    for pages, x in ((step.k_pages, keys), (step.v_pages, values)):
+        write_kv_pages(pages, x[:-1], table[t // h.page] * h.page + t % h.page)
+    out, k_pages, v_pages = run_attention(h, step)
+    q_heads, *_ = new_heads(h, step)
+    seqs = np.arange(2)
+    expected = paged_attention_ref(
+        *(q_heads, k_pages, v_pages, step.table, seqs, step.lengths, h.dim**-0.5),
+        *(h.window or None, step.sinks),
+    )
+    error = ERROR[h.v_format] if h.v_format in ("bf16", "int8", "fp8") else 1e-2
+    assert relative_error(out, expected) < error
+
+
 @pytest.mark.parametrize(("cluster", "splits"), [(1, 2), (2, 6), (4, 4), (8, 8)])
 @by_heads(*SPECIALISATIONS)
 def test_other_numbers_of_warps_attend_alike(h: Heads, cluster: int, splits: int) -> None:
