@@ -164,8 +164,8 @@ __device__ __forceinline__ void multiply_tiles(unsigned char* work, Ring& ring, 
   // Staging: lane l brings columns 4 l to 4 l + 3 of a slice, which are one step of one group.
   // A token takes ROUNDS rounds, each of AT_ONCE slices a warp; those of DEPTH rounds are asked for at a time.
   constexpr int ROUNDS = (EACH + AT_ONCE - 1) / AT_ONCE;
-  constexpr bool FEW_REGISTERS = !BULK || (WARPS > 8 && AT_ONCE > 2);
-  constexpr int DEPTH = P::STAGED_TOKENS == 1 || FEW_REGISTERS ? 1 : PRODUCERS ? 4 : 2;
+  constexpr bool NO_REGISTERS = !BULK || (WARPS > 8 && (AT_ONCE > 2 || !PRODUCERS));
+  constexpr int DEPTH = P::STAGED_TOKENS == 1 || NO_REGISTERS ? 1 : PRODUCERS && (WARPS <= 8 || P::PICKED) ? 4 : 2;
   typename Source::Loaded q[DEPTH][AT_ONCE];
   float4 factor[ROUNDS == 1 ? 1 : DEPTH][AT_ONCE];
   auto load = [&](int token, int n, int d) {  // activations of the n-th and following of a warp's slices

@@ -219,7 +219,7 @@ def test_prepare_compiles(gpu: GPU, source: int, target: int) -> None:
         ("experts", EXPERTS | {"TOP_K": 9}, "TOP_K 1 to 32"),
         ("experts", EXPERTS | {"TOKENS": 1}, "TOKENS 2 to 8"),
         ("experts", EXPERTS | {"TOKENS": 4, "COLUMNS": 5}, "COLUMNS 1 to 4"),
-        ("experts", EXPERTS | {"TOKENS": 4, "RESIDENT": 1}, "a ring that goes round"),
+        ("experts", EXPERTS | {"TOKENS": 4, "COLUMNS": 4, "RESIDENT": 1}, "that goes round"),
         ("sample", SAMPLE | {"CLUSTER": 9}, "CLUSTER 1 to 8"),
         ("sample", SAMPLE | {"MAX_LOGPROBS": 1025}, "a thread sorts one"),
     ],
