@@ -6,7 +6,8 @@
 //   bias     float32 [rows] or null    in
 //   x        float32 [tokens][K]       in: attention output, heads one after another, rotated if so told
 //   rows, words, tokens int32
-// Grid: any number of blocks of BLOCK_THREADS threads; its tiles: own_tile in gemv.cuh.
+// Grid: any number of blocks of BLOCK_THREADS threads; its tiles: own_tile in gemv.cuh. Of more than 4 tokens one
+// block has a multiprocessor: its activations fill more than half of the shared memory.
 // Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), ROTATED (0, or the size of heads that are to be
 // multiplied by a Hadamard matrix: 64 or 128), those of gemv.cuh.
 // Alignment: 16 bytes everywhere.
@@ -17,7 +18,7 @@
 #error "output needs K in multiples of 128 and TOKENS 1 to 8"
 #endif
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS || TOKENS > 4 ? 1 : 2)
 output(float* residual, u32* __restrict__ handed_over, const u8* __restrict__ w,
        const float* __restrict__ bias, const float* x, int rows, int words, int tokens) {
   SHARED_MEMORY(shared);

@@ -6,7 +6,8 @@
 //   x         float32 [tokens][K]      in: residual stream
 //   norm      float32 [K]              in
 //   rows, tokens int32; eps float32
-// Grid: any number of blocks of BLOCK_THREADS threads; its tiles: own_tile in gemv.cuh.
+// Grid: any number of blocks of BLOCK_THREADS threads; its tiles: own_tile in gemv.cuh. Of more than 4 tokens one
+// block has a multiprocessor: its activations fill more than half of the shared memory.
 // Macros: W_FORMAT, K (multiple of 128), TOKENS (1..8), NORM_SIZE (columns of which the mean is; K by
 // default, others hold zeros), those of gemv.cuh.
 // Alignment: 16 bytes everywhere.
@@ -21,7 +22,7 @@
 #error "qkv needs K in multiples of 128 and TOKENS 1 to 8"
 #endif
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, PRODUCERS || TOKENS > 4 ? 1 : 2)
 qkv(float* __restrict__ projected, const u8* __restrict__ w, const float* __restrict__ bias,
     const float* x, const float* __restrict__ norm, int rows, int tokens, float eps) {
   SHARED_MEMORY(shared);
