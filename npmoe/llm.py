@@ -100,8 +100,9 @@ class LLM:
         for debugging: steps run without CUDA graphs and wait for the host. The CPU always looks.
         If one is NaN or infinite, a request raises NumericalError; then load the model anew.
 
-        Raises CheckpointError, UnsupportedModel, TokenizerError, OutOfMemory, DeviceError, and
-        ValueError for an argument out of range.
+        Raises CheckpointError, UnsupportedModel, TokenizerError, OutOfMemory, DeviceError,
+        ValueError for an argument out of range, and, on the CPU, which runs a token 0 here,
+        NumericalError.
         """
         self._quiet = not progress
         self._options = options = EngineConfig(

@@ -97,6 +97,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 """config.json of each shape; seed-67b is qwen3_moe with sizes of its own, 67 billion parameters."""
 
 SMALL_HIDDEN, SMALL_WIDTH, SMALL_VOCAB, SMALL_LAYERS, SMALL_POSITIONS = 256, 128, 512, 2, 1024
+SMALL_WINDOW = 24
+"""Less than the tokens that are compared: a window of 128 would hide nothing from them."""
 _LISTS_BY_LAYER = ("layer_types", "mlp_only_layers")
 
 
@@ -121,6 +123,8 @@ def small_copy(raw: dict[str, Any]) -> dict[str, Any]:
         "intermediate_size": width,
         "tie_word_embeddings": False,
     }
+    if raw.get("sliding_window"):
+        copy["sliding_window"] = min(raw["sliding_window"], SMALL_WINDOW)
     if "moe_intermediate_size" in raw:
         copy["moe_intermediate_size"] = width
     return copy

@@ -131,7 +131,7 @@ class DecodeStep:
         self._split = AttentionSplit.fit(
             a.head_dim, k.token_bytes + v.token_bytes, v.num_groups, self.shared_bytes
         )
-        self.fused, self.with_logits, self.checks_finite = True, True, False
+        self.fused, self.with_logits, self.checked_rows = True, True, 0
         self.cluster, self.one_cluster = CLUSTER if self.bulk else 1, False
         shares = 2 * seqs * a.num_heads * a.head_dim * MAX_CLUSTERS
         self.partial = xp.full(shares, EMPTY, xp.uint32)
@@ -255,7 +255,7 @@ class DecodeStep:
         assert isinstance(a, AttentionSpec)
         if a.qk_norm == "projection" or a.clip is not None:
             self._norm_projections(a, w)
-        if self.checks_finite:
+        if self.checked_rows:
             self._check_finite(i, a)
         self._attention(i, w)
         o = w["o_proj"]
@@ -346,8 +346,9 @@ class DecodeStep:
         )
 
     def _check_finite(self, i: int, a: AttentionSpec) -> None:
-        """Waits; raises NumericalError if a key or value of layer i is NaN or infinite."""
-        keys_and_values = self.projected[:, a.num_heads * a.head_dim :]
+        """Waits; raises NumericalError if one of layer i, of the first `checked_rows` rows, is NaN
+        or infinite."""
+        keys_and_values = self.projected[: self.checked_rows, a.num_heads * a.head_dim :]
         finite = cupy().isfinite(keys_and_values).all(axis=1)
         rows = np.flatnonzero(~to_host(finite))
         if len(rows):

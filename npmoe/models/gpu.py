@@ -293,6 +293,7 @@ class GpuModel:
             kind = self._kind(sequences, batch.positions[rows], logits=bool(wanted))
             step, graph = self._step(kind)
             self._load(step, batch, sequences, rows)
+            self._check_rows(step, len(rows))
             graph.replay()
             if wanted:
                 self._stream.synchronize()
@@ -313,6 +314,8 @@ class GpuModel:
         cupy().cuda.Stream.null.synchronize()  # page copies were made there
         rows = list(range(len(choosers)))
         self._load(self._decoding[kinds[0].context][0], batch, rows, rows)
+        for step, _ in self._decoding.values():
+            self._check_rows(step, len(rows))
         if self._sampler is not None and sampled:
             with self._stream:
                 self._sampler.set_rows(choosers)
@@ -368,6 +371,10 @@ class GpuModel:
             step.block_table[...] = xp.asarray(tables)
             step.best[...] = 0
 
+    def _check_rows(self, step: DecodeStep, count: int) -> None:
+        """Of rows that stand for a request, and not of those of a first run."""
+        step.checked_rows = count if self._checks_finite else 0
+
     def _compile(self, planned: list[Kind]) -> None:
         """Compiles the kernels of these steps and of their variants, in threads."""
         with recorded(), collected() as wanted:
@@ -416,7 +423,6 @@ class GpuModel:
             assert self._cache is not None
             args = self.spec, self.weights, self._cache, self._tables[:bucket]
             self._buffers[bucket] = DecodeStep(*args, cos_sin=self._cos_sin)
-            self._buffers[bucket].checks_finite = self._checks_finite
         return self._buffers[bucket]
 
 

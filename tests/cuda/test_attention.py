@@ -279,8 +279,8 @@ def check_new_tokens(step: Step, pages: KVPages, by_definition: KVPages) -> None
 @by_heads(*(h for h in OTHER_FORMATS if not h.rotated))
 def test_one_key_that_takes_almost_all(h: Heads) -> None:
     """The first token scores 11 above all others, so that e^11 times as many weigh as much as it,
-    and has a value 100 times smaller than theirs, which are small too. Weights that small keep fewer
-    bits over values of 4 bits, which are several percent off themselves."""
+    and has a value 100 times smaller than theirs, which are small too. Weights that small keep
+    fewer bits over values of 4 bits, which are several percent off themselves."""
     step, length = make_step(h, 1, (1500,), plain=True), 1500
     rng, table = np.random.default_rng(6), step.table[0]
     q = rng.standard_normal(h.dim).astype(np.float32)

@@ -101,9 +101,11 @@ def test_keys_and_values_that_are_not_finite_are_named() -> None:
         step = decode.DecodeStep(SHAPE.spec(), on_device, cache, tables)
         step.seq_lens[:] = 20, 7
         step.enqueue()
-        step.checks_finite = True
+        step.checked_rows = 2
         with pytest.raises(NumericalError, match="layer 1: a key or value of position 21 is NaN"):
             step.enqueue()
+        step.checked_rows = 0
+        step.enqueue()
 
 
 def test_windows_and_sinks() -> None:

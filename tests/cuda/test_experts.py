@@ -227,7 +227,7 @@ IN_ONE = (  # name, format, hidden, width, experts, top_k, renormalize, blocks, 
     ],
 )
 def test_experts_in_one_kernel(case: tuple[Any, ...], qkv_rows: int, routed: bool) -> None:
-    """Both projections; and the next layer's q, k and v, of which the last case has one tile; and the
+    """Both projections; the next layer's q, k and v, of which the last case has one tile; and the
     router, with more experts than blocks or fewer."""
     name, fmt, hidden, width, experts, top_k, renormalize, blocks, ring = case
     shape = Case(name, fmt, hidden, width, experts, top_k, renormalize, 1, blocks, ring)

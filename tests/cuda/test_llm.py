@@ -1,11 +1,20 @@
 """`LLM(device="cuda")` without a GPU: from a checkpoint to text, on kernels that g++ built."""
 
+import shutil
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import npmoe
+from npmoe.bench import check
+from npmoe.bench.shapes import SHAPES
+from npmoe.config import KVCacheConfig
+from npmoe.errors import NumericalError
+from npmoe.models import decode
 from tests.cli_fixtures import make_checkpoint
 from tests.cuda.build import missing
 from tests.cuda.fake_gpu import fake_gpu
@@ -64,6 +73,45 @@ def test_gpt_oss() -> None:
     expected = [t.logprob for t in cpu.logprobs]
     assert [t.logprob for t in cuda.logprobs] == pytest.approx(expected, abs=2e-3)
     assert "gate_up_mxfp4" in gpu.launched
+
+
+def test_only_what_belongs_to_a_request_is_checked(folder: Path, tmp_path: Path) -> None:
+    """The embedding of token 0, which first runs and unused rows take, is infinite."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    path = broken / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][0] = np.inf
+    save_file(tensors, path)
+    options = {"max_num_seqs": 4, "check_finite": True, **OPTIONS}
+    with fake_gpu(), npmoe.LLM(broken, device="cuda", **options) as llm:
+        params = npmoe.SamplingParams(temperature=0, max_tokens=2, logit_bias={0: -100.0})
+        assert len(llm.generate([[5, 6], [7], [8, 9, 10]], params)) == 3
+        with pytest.raises(NumericalError, match="layer 0: a key or value of position 1 is NaN"):
+            llm.generate([5, 0, 6], GREEDY)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_check_of_the_bench_notices_a_window_that_is_ignored(ignored: bool) -> None:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    raw = SHAPES["mixtral-8x7b"] | {"sliding_window": 4096}
+
+    with fake_gpu(), patch.object(check, "STEPS", 3):
+        original = decode.kernel
+
+        def kernel(stem: str, name: str, **macros: int) -> Any:
+            return original(stem, name, **macros | ({"WINDOWED": 0} if ignored else {}))
+
+        with patch.object(decode, "kernel", kernel):
+            if not ignored:
+                assert check.tokens_checked(raw, {}, KVCacheConfig(), 1).equal == 3
+                return
+            with pytest.raises(check.WrongTokens, match="step 0, sequence 0"):
+                check.tokens_checked(raw, {}, KVCacheConfig(), 1)
 
 
 def test_ranges_need_a_gpu(folder: Path) -> None:
