@@ -7,8 +7,6 @@
 //          projected[row] = rsqrt(mean(residual^2) + eps) * W_qkv[row] (residual qkv_norm) + bias[row]
 // (id_k, weight_k) is the k-th choice of route.cuh from the token's router logits.
 //
-// With ROUTED these two compute the router's logits themselves, as route.cu has them, each block those of an expert or none.
-//
 // Of several tokens, grouped by expert (npmoe/ops/route.py, npmoe/ops/group.py), so that an expert's
 // weights are read once, whoever chose it; pair = token * TOP_K + k:
 // grouped_gate_up: hidden[pair] as gate_up has it
@@ -29,8 +27,7 @@
 //   alpha, limit, offset float32                    looked at where CLAMPED; otherwise g sigmoid(g) u it is
 //   chosen_ids int32 [tokens][TOP_K]                out of gate_up, EMPTY before its launch, in of down
 //   chosen_weights float32 [tokens][TOP_K]          the same where BIASED, whatever it holds before
-//   router_logits float32 [tokens][EXPERTS]         in; scratch where ROUTED, all words EMPTY before the launch
-//   w_router bf16 [EXPERTS][HIDDEN], router_bias float32 [EXPERTS] or null     in, where ROUTED
+//   router_logits float32 [tokens][EXPERTS]         in
 //   norm     float32 [HIDDEN]                       in
 //   projected float32 [qkv_rows]                    out of experts_qkv; w_qkv u8 records [qkv_rows / 16]
 //            [HIDDEN / 128] of W_FORMAT, qkv_bias float32 [qkv_rows] or null, qkv_norm float32 [HIDDEN]: in
@@ -45,8 +42,8 @@
 // chosen experts; one of grouped_down takes neighbours, so that it meets few experts. Of combine
 // (any, TOKENS) blocks of COMBINE_THREADS threads, each of 4 rows.
 // Macros: W_FORMAT, HIDDEN and WIDTH (multiples of 128), EXPERTS, TOP_K (1..32, at most EXPERTS),
-// RENORMALIZE (0 or 1), NORM_SIZE (columns of which the mean is; HIDDEN by default, others hold zeros), BIASED,
-// CLAMPED and ROUTED (1, or 0 by default), those of gemv.cuh; of experts they are gate_up's, and DOWN_PARTS, DOWN_BATCH,
+// RENORMALIZE (0 or 1), NORM_SIZE (columns of which the mean is; HIDDEN by default, others hold zeros), BIASED and
+// CLAMPED (1, or 0 by default), those of gemv.cuh; of experts they are gate_up's, and DOWN_PARTS, DOWN_BATCH,
 // DOWN_PAIRED, DOWN_ROLLING and DOWN_BUFFERS down's; with QKV_PARTS and so on the file has experts_qkv in
 // place of experts. With TOKENS (2..8) it has the grouped kernels instead, without RENORMALIZE and with
 // COLUMNS (1..4, at most TOKENS), the pairs that one reading of an expert's weights serves, and BLOCKS_EACH (1 by
@@ -66,9 +63,6 @@
 #endif
 #ifndef CLAMPED
 #define CLAMPED 0
-#endif
-#ifndef ROUTED
-#define ROUTED 0
 #endif
 #if HIDDEN % 128 != 0 || WIDTH % 128 != 0
 #error "experts needs HIDDEN and WIDTH in multiples of 128"
@@ -224,91 +218,26 @@ struct Following {
   const float *bias, *norm;
   int rows;
 };
-// The router, as the warps that multiply run it, before anything else.
-struct Router {
-  static constexpr int EIGHTS = HIDDEN / 8, EACH = (EIGHTS + THREADS - 1) / THREADS;  // of a row; of a thread
-  float* logits;
-  const __nv_bfloat16* w;
-  const float* bias;
-
-  struct Row {
-    uint4 eights[EACH];
-  };
-  // Asks for this thread's columns of an expert's row.
-  __device__ __forceinline__ void fetch(Row& row, int expert) const {
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      int at = threadIdx.x + i * THREADS;
-      const uint4* from = reinterpret_cast<const uint4*>(w + static_cast<size_t>(expert) * HIDDEN);
-      row.eights[i] = EACH * THREADS == EIGHTS || at < EIGHTS ? __ldg(from + at) : make_uint4(0, 0, 0, 0);
-    }
-  }
-  // Hands over the logits of this block's experts. row: of the first of them; parts: in shared memory.
-  __device__ __forceinline__ void run(Row& row, float2 (&parts)[WARPS], const float* x, const float* norm,
-                                      float eps) const {
-    int lane = threadIdx.x & 31;
-#pragma unroll 1
-    for (int expert = blockIdx.x; expert < EXPERTS; expert += gridDim.x) {
-      if (expert != static_cast<int>(blockIdx.x)) {
-        sync_threads(THREADS);  // `parts` is free again
-        fetch(row, expert);
-      }
-      float dot = 0.f, square = 0.f;
-      auto add = [&](u32 pair, float a, float b, float n, float m) {
-        square += a * a + b * b;
-        dot += __uint_as_float(pair << 16) * (a * n) + __uint_as_float(pair & 0xffff0000u) * (b * m);
-      };
-#pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        int at = threadIdx.x + i * THREADS;
-        if (EACH * THREADS == EIGHTS || at < EIGHTS)
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            float4 v = __ldcg(reinterpret_cast<const float4*>(x) + 2 * at + half);
-            float4 n = __ldg(reinterpret_cast<const float4*>(norm) + 2 * at + half);
-            add(half ? row.eights[i].z : row.eights[i].x, v.x, v.y, n.x, n.y);
-            add(half ? row.eights[i].w : row.eights[i].y, v.z, v.w, n.z, n.w);
-          }
-      }
-      dot = warp_sum(dot), square = warp_sum(square);
-      if (lane == 0) parts[threadIdx.x / 32] = make_float2(dot, square);
-      sync_threads(THREADS);
-      if (threadIdx.x >= 32) continue;
-      float2 part = lane < WARPS ? parts[lane] : make_float2(0.f, 0.f);
-      dot = warp_sum(part.x), square = warp_sum(part.y);
-      if (lane == 0)
-        hand_over(logits + expert, dot * rsqrtf(square / NORM_SIZE + eps) + (bias ? __ldg(bias + expert) : 0.f));
-    }
-  }
-};
 // Up, Down, Qkv: each a Pass; Qkv is NoPass where nothing follows.
 template <class Up, class Down, class Qkv>
 __device__ __forceinline__ void run_experts(unsigned char* shared, float* residual, float* handed_over,
                                             const u8* w_gate_up, const u8* w_down, const float* down_bias,
-                                            const Router& router, const float* norm,
+                                            const float* router_logits, const float* norm,
                                             const Activation& activation, const Following& qkv) {
   constexpr bool FOLLOWED = Qkv::CHUNKS > 0;
   constexpr int UP_OR_DOWN = Up::CHUNK_BYTES > Down::CHUNK_BYTES ? Up::CHUNK_BYTES : Down::CHUNK_BYTES;
   constexpr int PLACE = Qkv::CHUNK_BYTES > UP_OR_DOWN ? Qkv::CHUNK_BYTES : UP_OR_DOWN;
   __shared__ Choice<TOP_K> chosen;
-  __shared__ float2 router_parts[WARPS];
   STAMP(0);
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   u64* barriers = reinterpret_cast<u64*>(shared + STAGES * PLACE);
   Ring ring = {shared, barriers, barriers + STAGES};
   unsigned char* work = reinterpret_cast<unsigned char*>(barriers + 2 * STAGES);
   if (warp == 0) init_ring(ring), chosen.clear();
-  Router::Row row;
-  bool routes = ROUTED && warp < WARPS && blockIdx.x < EXPERTS;
-  if (routes) {
-    router.fetch(row, blockIdx.x);
-    for (int i = threadIdx.x; i < HIDDEN / 32; i += THREADS) prefetch(norm + i * 32);
-  }
   __syncthreads();  // the ring's barriers are there
   STAMP(1);
   grid_wait();
   STAMP(3);
-  if (routes) router.run(row, router_parts, residual, norm, activation.eps);
   // Computed anew for every pass: there are no registers in which to keep them meanwhile.
   auto down_tiles = [&] { return own_tiles<Down::SIDE_BY_SIDE>(kept(ROW_TILES)); };
   auto qkv_tiles = [&] { return FOLLOWED ? own_tiles<Qkv::SIDE_BY_SIDE>(kept(qkv.rows) / TILE) : 0; };
@@ -318,7 +247,7 @@ __device__ __forceinline__ void run_experts(unsigned char* shared, float* residu
     return expert_chunk<Up, EXPERT_TILES>(w_gate_up, chosen.id, own_tile(j), part);
   };
   if (warp == WARPS) {
-    choose_experts<EXPERTS, TOP_K, RENORMALIZE, ROUTED>(chosen, router.logits);
+    choose_experts<EXPERTS, TOP_K, RENORMALIZE>(chosen, router_logits);
     auto down_chunk_at = [&](int j, int k) {
       return down_chunk<Down>(w_down, chosen, own_tile<Down::SIDE_BY_SIDE>(j), k);
     };
@@ -397,12 +326,11 @@ struct NoPass {
 };
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
 experts(float* residual, float* handed_over, const u8* __restrict__ w_gate_up, const float* __restrict__ up_bias,
-        const u8* __restrict__ w_down, const float* __restrict__ down_bias, float* router_logits,
-        const __nv_bfloat16* __restrict__ w_router, const float* __restrict__ router_bias,
+        const u8* __restrict__ w_down, const float* __restrict__ down_bias, const float* router_logits,
         const float* __restrict__ norm, float eps, float alpha, float limit, float offset) {
   SHARED_MEMORY(shared);
   run_experts<UpPass, DownPass, NoPass>(shared, residual, handed_over, w_gate_up, w_down, down_bias,
-                                        {router_logits, w_router, router_bias}, norm, {up_bias, eps, alpha, limit, offset}, Following());
+                                        router_logits, norm, {up_bias, eps, alpha, limit, offset}, Following());
 }
 CPU_GRID_KERNEL(experts)
 #else
@@ -411,14 +339,12 @@ using QkvPass = Pass<HIDDEN / SLICE / QKV_PARTS, QKV_PARTS, 1, true, QKV_BATCH, 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
 experts_qkv(float* residual, float* handed_over, const u8* __restrict__ w_gate_up,
             const float* __restrict__ up_bias, const u8* __restrict__ w_down, const float* __restrict__ down_bias,
-            float* router_logits, const __nv_bfloat16* __restrict__ w_router,
-            const float* __restrict__ router_bias, const float* __restrict__ norm, float eps, float alpha,
-            float limit, float offset, float* __restrict__ projected, const u8* __restrict__ w_qkv, const float* __restrict__ qkv_bias,
+            const float* router_logits, const float* __restrict__ norm, float eps, float alpha, float limit,
+            float offset, float* __restrict__ projected, const u8* __restrict__ w_qkv, const float* __restrict__ qkv_bias,
             const float* __restrict__ qkv_norm, int qkv_rows) {
   SHARED_MEMORY(shared);
   run_experts<UpPass, DownPass, QkvPass>(shared, residual, handed_over, w_gate_up, w_down, down_bias,
-                                         {router_logits, w_router, router_bias}, norm,
-                                         {up_bias, eps, alpha, limit, offset},
+                                         router_logits, norm, {up_bias, eps, alpha, limit, offset},
                                          Following{projected, w_qkv, qkv_bias, qkv_norm, qkv_rows});
 }
 CPU_GRID_KERNEL(experts_qkv)

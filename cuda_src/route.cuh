@@ -25,34 +25,18 @@ struct Choice {
   }
 };
 
-// The logits that a warp's lanes have, COUNT in all, of experts HELD * lane and following, as `ordered` has them. HANDED_OVER:
-// other blocks write them meanwhile.
-template <int COUNT, int HELD, bool HANDED_OVER>
-__device__ __forceinline__ void read_logits(u32 (&keys)[HELD], const float* logits) {
-  int first = (threadIdx.x & 31) * HELD;
-  u32 words[HELD];
-#pragma unroll
-  for (int i = 0; i < HELD; i++) {
-    const u32* at = reinterpret_cast<const u32*>(logits) + first + i;
-    words[i] = first + i >= COUNT ? 0u : HANDED_OVER ? look(at) : __ldcg(at);
-  }
-#pragma unroll
-  for (int i = 0; i < HELD; i++) {
-    if (HANDED_OVER && words[i] == EMPTY) words[i] = take_over(reinterpret_cast<const u32*>(logits) + first + i);
-    keys[i] = first + i < COUNT ? ordered(__uint_as_float(words[i])) : 0u;
-  }
-}
-
 // Fills `choice` by one warp, each round the best expert that is left; of equal ones the lower id; the
 // combine weights last. logits float32 [COUNT] in global memory. NORMALIZED: the weights sum to 1, else
-// they are softmax over all experts. HANDED_OVER: see read_logits.
-template <int COUNT, int CHOSEN, bool NORMALIZED, bool HANDED_OVER = false>
+// they are softmax over all experts.
+template <int COUNT, int CHOSEN, bool NORMALIZED>
 __device__ __forceinline__ void choose_experts(Choice<CHOSEN>& choice, const float* logits) {
   static_assert(CHOSEN <= 32 && CHOSEN <= COUNT, "a lane keeps the weight of one chosen expert");
   constexpr int HELD = (COUNT + 31) / 32;
   int lane = threadIdx.x & 31;
   u32 keys[HELD];  // of experts HELD * lane and following
-  read_logits<COUNT, HELD, HANDED_OVER>(keys, logits);
+#pragma unroll
+  for (int i = 0; i < HELD; i++)
+    keys[i] = lane * HELD + i < COUNT ? ordered(__ldcg(logits + lane * HELD + i)) : 0u;
   u32 logit = 0;      // of lane k the k-th choice's, as `ordered` has it
   float total = 0.f;  // of the exponentials relative to the best, of all experts or of the chosen
 #pragma unroll 1

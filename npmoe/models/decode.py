@@ -48,8 +48,7 @@ class Tuning:
     attention head is spread over, rounded down to whole clusters; None fills the GPU. blocks:
     thread blocks of a weight kernel, at most one a multiprocessor, which is what None takes.
     one_kernel: a single token's experts run in one kernel where that exists. qkv_with_experts: that
-    kernel runs the next layer's qkv too, where formats agree. route_with_experts: and the router.
-    grouped: experts of several tokens
+    kernel runs the next layer's qkv too, where formats agree. grouped: experts of several tokens
     are read once, whoever chose them; None leaves it to their size. pairs_at_once: of the tokens
     that chose an expert, those for which it is then read once, 1 to 4."""
 
@@ -57,7 +56,6 @@ class Tuning:
     blocks: int | None = None
     one_kernel: bool = True
     qkv_with_experts: bool = True
-    route_with_experts: bool = True
     grouped: bool | None = None
     pairs_at_once: int = 4
 
@@ -114,12 +112,9 @@ class DecodeStep:
             self.grouped = GroupedExperts(*sizes, *limits, self._norm_size)
         pairs = 0 if self.grouped else seqs * top_k
         self.hidden = xp.zeros((pairs, width), xp.float32)
-        # What blocks tell others that run already: ids, or, of one token, hidden, the residual and
-        # router logits.
-        words = pairs if seqs > 1 else pairs * width + self.hidden_size + experts
+        # What blocks tell others that run already: ids, or, of one token, hidden and the residual.
+        words = pairs if seqs > 1 else pairs * width + self.hidden_size
         self.handed_over = xp.zeros(words, xp.uint32)
-        if seqs == 1:
-            self.router_logits = self.handed_over[-experts:].view(xp.float32).reshape(1, experts)
         self.chosen_weights = xp.zeros(pairs, xp.float32)
         self.logits = xp.zeros((seqs, spec.vocab_size), xp.float32)
         self.best = xp.zeros(seqs, xp.uint64)
@@ -275,15 +270,13 @@ class DecodeStep:
             self.num_seqs,
             shared=shared,
         )
-        together = self._expert_streams[i]
-        if together is None or not self.tuning.route_with_experts:
-            self._route(w, mlp)
+        self._route(w, mlp)
         if self.grouped is not None:
             norm = w["post_attention_layernorm"]
             weights = w["gate_up_proj"], w["gate_up_bias"], w["down_proj"], w["down_bias"]
             self.grouped.enqueue(self.x, self.router_logits, norm, self.spec.eps, *weights)
             return
-        macros = self._expert_macros(w, mlp)
+        macros, together = self._expert_macros(w, mlp), self._expert_streams[i]
         if together is None:
             self._experts(w, mlp, macros)
         else:
@@ -472,7 +465,6 @@ class DecodeStep:
             qkv = self.projected, projection.codes, bias, norm, rows
         gate_up, down = w["gate_up_proj"], w["down_proj"]
         macros = macros | stream.macros() | {"W_FORMAT": W_CODES[down.format]}
-        macros["ROUTED"] = int(self.tuning.route_with_experts)
         launch(
             kernel("experts", "experts_qkv" if qkv else "experts", **macros),
             (self.blocks,),
@@ -484,8 +476,6 @@ class DecodeStep:
             down.codes,
             w["down_bias"],
             self.router_logits,
-            w["router"],
-            w["router_bias"],
             w["post_attention_layernorm"],
             self.spec.eps,
             *activation_arguments(mlp.activation),
