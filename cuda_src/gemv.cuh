@@ -60,7 +60,7 @@ struct Pass {
   static constexpr bool APART = Weights<W_FORMAT>::GROUPS_A_SCALE == 1 && MAX_TOKENS == 1 && SIDE_BY_SIDE == 2;
   static constexpr int ALL = SLICES * CHUNKS, SETS = (MAX_TOKENS + 3) / 4;
   static constexpr int EACH = (ALL + WARPS - 1) / WARPS;  // slices of a warp
-  static constexpr int AT_ONCE = WINDOW ? WINDOW : EACH < 6 ? EACH : 4;
+  static constexpr int AT_ONCE = WINDOW ? WINDOW : EACH < 1 ? 1 : EACH < 6 ? EACH : 4;  // SLICES may be 0: not launched
   // Whether a slice that a warp comes to, so many at a time, is one of ALL: the compiler sees where all are.
   static __device__ __forceinline__ bool has(int slice, int at_a_time) {
     return (STAGED_TOKENS == 1 && ALL % WARPS == 0 && EACH % at_a_time == 0) || slice < ALL;

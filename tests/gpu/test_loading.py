@@ -11,7 +11,7 @@ from npmoe.errors import DeviceError, OutOfMemory
 from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.models.conversion import convert_parameter, loaded_formats
 from npmoe.models.convert import convert_checkpoint
-from npmoe.models.gpu import prepare_for_gpu
+from npmoe.models.gpu import prepare_for_gpu, prepare_vector
 from npmoe.models.parameters import VECTOR, Parameter
 from npmoe.models.prepare import KERNELS, prepare_matrix
 from npmoe.models.stored import open_model, read_parameter
@@ -66,7 +66,9 @@ def test_a_checkpoint(tmp_path: Path, source: str, buffer_bytes: int) -> None:
     found = load_on_gpu(opened, loaded_formats(opened, policy, "cuda"), True, buffer_bytes)
     for p in opened.parameters:
         w = read_parameter(opened, p)
-        if p.part != VECTOR:
+        if p.part == VECTOR:
+            w = prepare_vector(p, w)
+        else:
             w = prepare_for_gpu(p, convert_parameter(p, w, policy))
         expected, loaded = (
             x.codes if isinstance(x, QuantTensor) else x for x in (w, found[p.name])
@@ -81,7 +83,9 @@ def test_what_others_quantised(tmp_path: Path, case: Case) -> None:
     found = load_on_gpu(opened, formats, True)
     for p in opened.parameters:
         w = read_parameter(opened, p)
-        if p.part != VECTOR:
+        if p.part == VECTOR:
+            w = prepare_vector(p, w)
+        else:
             w = prepare_for_gpu(p, convert_parameter(p, w, {p.part: formats[p.name]}))
         expected, loaded = (
             x.codes if isinstance(x, QuantTensor) else x for x in (w, found[p.name])
