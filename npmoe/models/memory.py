@@ -30,7 +30,8 @@ class Need:
     """Bytes that a model takes.
 
     passing: beside the weights, while it loads. staying: beside weights and cache, while it runs.
-    token: of the cache, for one token in all layers.
+    token: of the cache, for one token in all layers; on a GPU with its cosines and sines, as if
+    one sequence took all of the cache.
     """
 
     weights: float
@@ -66,7 +67,8 @@ def need_of(
     weights = _weight_bytes(opened, policy, device)
     if device == "cpu":
         return Need(weights, 0, states, token)
-    return Need(weights, staging_bytes(opened), states + WORKSPACE_BYTES, token)
+    rotary = 4 * spec.rope_dim
+    return Need(weights, staging_bytes(opened), states + WORKSPACE_BYTES, token + rotary)
 
 
 def _weight_bytes(opened: OpenModel, policy: WeightsPolicy, device: str) -> float:

@@ -332,6 +332,22 @@ def test_storing_first_changes_no_bit(h: Heads, cluster: int, splits: int) -> No
     assert all(same_pages(a, b) for a, b in zip(together[1:], apart[1:], strict=True))
 
 
+SELDOM = (
+    Heads(12, 1, 64, 16, "bf16", "bf16", window=100, sinks=True),
+    Heads(18, 2, 64, 12, "bf16", "fp4", rotated=True, window=33),
+)
+
+
+@by_heads(*SELDOM)
+def test_windows_of_many_heads_stored_first_or_scattered(h: Heads) -> None:
+    """Several parts of a KV head's query heads, and windows that begin and end anywhere."""
+    check_attention(h, 2, 4, (5, 300, 700))
+    step = make_step(h, 4, (1, 33, 300), plain=False, cluster=2)
+    usual = run_attention(h, step)
+    assert same_bits(usual[0], run_attention(h, step, fused=False)[0])
+    assert same_bits(usual[0], run_attention(h, step, scattered=True)[0])
+
+
 @by_heads(*SPECIALISATIONS, *(h for h in OTHER_FORMATS if not h.rotated))
 def test_written_keys_and_values_are_those_of_the_encoders(h: Heads) -> None:
     """Bit for bit, for values that are hard: zeros, halves of steps, tiny and huge groups."""

@@ -15,10 +15,11 @@ from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.kv.storage import KVCache
 from npmoe.models import stream
 from npmoe.models.decode import LONG_CONTEXT, DecodeStep, Tuning
-from npmoe.models.gpu import prepare_for_gpu
+from npmoe.models.gpu import prepare_for_gpu, prepare_vector
 from npmoe.models.layers import CausalLM
 from npmoe.models.parameters import VECTOR, TensorNames, decoder_parameters
 from npmoe.models.specs import AttentionSpec, ExpertSpec, LayerSpec, ModelSpec, RouterSpec
+from npmoe.ops.experts import SwiGLU
 from npmoe.ops.linear import prepare_linear
 from npmoe.ops.quantize import KVPages, from_kernel_pages, to_kernel_pages
 from npmoe.runtime.device import cupy, to_device
@@ -31,9 +32,9 @@ PAGE, STEPS, LONG = 16, 4, 1500  # from LONG tokens on, the kernels for long con
 TOLERANCE = {"bf16": 2e-3, "fp4": 1e-2}  # of a cache: a key or value may round the other way
 
 
-def tiny_spec(head_dim: int, kv_heads: int = 2) -> ModelSpec:
-    """Two layers of 8 heads, 16 experts of width 192 (padded on the GPU), top 4."""
-    attention = AttentionSpec(8, kv_heads, head_dim, head_dim**-0.5, qk_norm="head")
+def tiny_spec(head_dim: int, kv_heads: int = 2, heads: int = 8) -> ModelSpec:
+    """Two layers, 16 experts of width 192 (padded on the GPU), top 4."""
+    attention = AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, qk_norm="head")
     layer = LayerSpec(attention, ExpertSpec(RouterSpec(16, 4, True), 192))
     return ModelSpec(256, 1000, 1e-6, RopeConfig(), 4096, (layer,) * 2, False)
 
@@ -46,7 +47,7 @@ def random_weights(spec: ModelSpec, policy: WeightsPolicy) -> tuple[dict[str, An
     for p in decoder_parameters(spec, TensorNames()):
         if p.part == VECTOR:
             cpu[p.name] = rng.uniform(0.5, 1.5, p.shape).astype(np.float32)
-            gpu[p.name] = cupy().asarray(cpu[p.name])
+            gpu[p.name] = cupy().asarray(prepare_vector(p, cpu[p.name]))
             continue
         values = rng.standard_normal(p.shape, np.float32) * (1.5 / p.shape[-1] ** 0.5)
         w: QuantTensor = quantize(values, policy.get(p.part, "bf16"))
@@ -138,6 +139,26 @@ def test_windows_and_sinks(kv: str, head_dim: int, seqs: int, context: int) -> N
     """A window on the first layer alone, shorter than the sequences."""
     spec = with_attention(tiny_spec(head_dim), [{"window": 77, "sinks": True}, {"sinks": True}])
     check_steps(spec, "fp4", kv, seqs, context, Tuning())
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 2, 64), (12, 1, 128)])
+def test_more_than_eight_query_heads_of_a_kv_head(heads: int, kv_heads: int, head_dim: int) -> None:
+    spec = with_attention(tiny_spec(head_dim, kv_heads, heads), [{"window": 50}, {}])
+    check_steps(spec, "bf16", "k8v4", 2, 120, Tuning())
+
+
+@pytest.mark.parametrize(
+    ("weights", "seqs", "grouped"), [("mxfp4", 1, False), ("fp4", 4, True), ("bf16", 2, False)]
+)
+def test_biases_and_clamped_experts_of_odd_widths(weights: str, seqs: int, grouped: bool) -> None:
+    """gpt_oss's experts: of a hidden size that fills a part of the last 128 columns."""
+    spec = tiny_spec(64)
+    mlp = spec.layers[0].mlp
+    assert isinstance(mlp, ExpertSpec)
+    router = replace(mlp.router, bias=True)
+    mlp = replace(mlp, router=router, bias=True, activation=SwiGLU(1.702, 0.7, 1.0))
+    spec = replace(spec, hidden_size=320, layers=(replace(spec.layers[0], mlp=mlp),) * 2)
+    check_steps(spec, weights, "fp4", seqs, 60, Tuning(grouped=grouped))
 
 
 @pytest.mark.parametrize("followed", [True, False])
