@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from npmoe.bench.kv_plot import NoPlot, write_plot
-from npmoe.bench.kv_report import cell_words, markdown
+from npmoe.bench.kv_report import cell_words, markdown, row_names
 from npmoe.bench.kv_table import BATCHES, CONTEXTS, KV_CACHES, TableOptions, measure_cells
 from npmoe.bench.record import environment, results_file
 from npmoe.bench.shapes import SHAPES
@@ -47,10 +47,8 @@ def measure(args: argparse.Namespace) -> Path:
         records.append(record | where)
         path.write_text(json.dumps(records, indent=1) + "\n")
         words = record.get("refused") or cell_words(record, [])
-        print(
-            f"{record['kv']}, batch {record['batch']}, {record['context']:,} tokens: {words}",
-            flush=True,
-        )
+        (name,) = row_names([record])
+        print(f"{name}, batch {record['batch']}, {record['context']:,} tokens: {words}", flush=True)
     return path
 
 

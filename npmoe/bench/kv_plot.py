@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from npmoe.bench.kv_report import row_names
 from npmoe.bench.measure import format_words
 from npmoe.errors import NpmoeError
 
@@ -20,11 +21,11 @@ class NoPlot(NpmoeError):
 
 
 def lines_of(records: list[dict[str, Any]]) -> dict[int, dict[str, Line]]:
-    """Batch -> KV format -> its line, of cells with a time."""
+    """Batch -> name of a row -> its line, of cells with a time."""
     found: dict[int, dict[str, Line]] = {}
-    for r in records:
+    for r, name in zip(records, row_names(records), strict=True):
         if "ms_per_token" in r:
-            line = found.setdefault(r["batch"], {}).setdefault(r["kv"], [])
+            line = found.setdefault(r["batch"], {}).setdefault(name, [])
             line.append((r["context"], r["ms_per_token"]))
     return found
 
@@ -44,11 +45,11 @@ def write_plot(records: list[dict[str, Any]], path: Path) -> None:
     )
     axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
     drawn: dict[str, Any] = {}
-    formats = list(dict.fromkeys(r["kv"] for r in records))
+    names = list(dict.fromkeys(row_names(records)))
     for at, (batch, lines) in zip(axes, panels.items(), strict=True):
         at.set(title=f"batch {batch}", xlabel="context, tokens", xscale="log", yscale="log")
-        for kv, line in lines.items():
-            (drawn[kv],) = at.plot(*zip(*line, strict=True), **_style(formats.index(kv)))
+        for name, line in lines.items():
+            (drawn[name],) = at.plot(*zip(*line, strict=True), **_style(names.index(name)))
     axes[0].set_ylabel("time of a step, ms")
     _label_ticks(axes[0], sorted({r["context"] for r in records if "ms_per_token" in r}))
     figure.legend(drawn.values(), drawn, title="KV cache", frameon=False, loc="outside right upper")
@@ -64,7 +65,7 @@ def context_label(tokens: float) -> str:
 
 
 def _style(i: int) -> dict[str, Any]:
-    """Of the i-th format."""
+    """Of the i-th row."""
     return {"color": f"C{i % 10}", "marker": MARKERS[i % len(MARKERS)], "markersize": 5}
 
 

@@ -1,8 +1,10 @@
 """Records of `measure_cells` for a reader: Markdown, a table for each batch."""
 
+from collections import Counter
 from typing import Any
 
 from npmoe.bench.measure import format_words
+from npmoe.config import KVCacheConfig
 from npmoe.dtypes import gigabytes
 
 Record = dict[str, Any]
@@ -32,17 +34,31 @@ def markdown(records: list[Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def row_names(records: list[Record]) -> list[str]:
+    """The name of the row of each record: the KV format, and the elements that share a scale where
+    they are not the default, which records without the number have, or tell two rows apart."""
+    default = KVCacheConfig.group_size
+    rows = [(r["kv"], r.get("kv_group_size", default)) for r in records]
+    alike = Counter(kv for kv, _ in set(rows))
+    return [
+        kv if alike[kv] == 1 and size == default else f"{kv} in groups of {size}"
+        for kv, size in rows
+    ]
+
+
 def batch_table(records: list[Record]) -> list[str]:
     """Lines of the table of one batch; formats down, contexts across. What has no number to show
     is a note below, said once."""
-    contexts = list(dict.fromkeys(r["context"] for r in records))
+    contexts, names = sorted({r["context"] for r in records}), row_names(records)
     headings = ["KV cache", "tokens that fit", *(f"{c:,} tokens" for c in contexts)]
     lines = [_row(headings), _row(["---"] * len(headings))]
     notes: list[str] = []
-    for kv in dict.fromkeys(r["kv"] for r in records):
-        row = [r for r in records if r["kv"] == kv]
+    for name in dict.fromkeys(names):
+        row = [r for r, own in zip(records, names, strict=True) if own == name]
         fitting = next((f"{r['tokens_that_fit']:,}" for r in row if "tokens_that_fit" in r), "-")
-        lines.append(_row([kv, fitting, *(cell_words(r, notes) for r in row)]))
+        cells = {r["context"]: r for r in row}
+        words = [cell_words(cells[c], notes) if c in cells else "-" for c in contexts]
+        lines.append(_row([name, fitting, *words]))
     if notes:
         lines += ["", *(f"{i}. {words}" for i, words in enumerate(notes, 1))]
     return lines

@@ -60,11 +60,12 @@ class Cell:
 def measure_cells(subject: Subject, options: TableOptions, device: str) -> Iterator[dict[str, Any]]:
     """A record of each cell, batch by batch, as soon as it is measured.
 
-    ms_per_token: median milliseconds of a greedy step, which gives every sequence one token.
-    floor_ms: the bytes that the step must read over the read bandwidth. kv_gb: GB (1e9 bytes) of
-    the allocated cache, whole pages. tokens_that_fit: the memory that was free beside the weights,
-    as the driver reports it, over the bytes of a token. attention_gbps: GB a second of keys and
-    values, codes and scales, by the attention kernel alone; None on the CPU.
+    kv_group_size: elements that share a scale, where the format `kv` has scales. ms_per_token:
+    median milliseconds of a greedy step, which gives every sequence one token. floor_ms: the bytes
+    that the step must read over the read bandwidth. kv_gb: GB (1e9 bytes) of the allocated cache,
+    whole pages. tokens_that_fit: the memory that was free beside the weights, as the driver reports
+    it, over the bytes of a token. attention_gbps: GB a second of keys and values, codes and scales,
+    by the attention kernel alone; None on the CPU.
 
     A cell that cannot be measured has `refused` instead, which says why: the device has no kernel
     for the format, no CUDA graph for the batch, or too little memory; then needs_gb says how many
@@ -86,6 +87,7 @@ def measure_cells(subject: Subject, options: TableOptions, device: str) -> Itera
                     "device": device,
                     "weights": subject.chosen_briefly(options.weights),
                     "kv": str(kv),
+                    "kv_group_size": kv.group_size,
                     "batch": batch,
                     "context": context,
                     "page_size": options.page_size,

@@ -14,7 +14,7 @@ import pytest
 
 from npmoe.bench import kv_plot, kv_table, subject
 from npmoe.bench.kv_plot import NoPlot, context_label, lines_of, write_plot
-from npmoe.bench.kv_report import batch_table, markdown
+from npmoe.bench.kv_report import batch_table, markdown, row_names
 from npmoe.bench.kv_table import TableOptions, does_not_fit, measure_cells
 from npmoe.bench.subject import named_shape
 from npmoe.config import KVCacheConfig, parse_weights
@@ -220,6 +220,46 @@ def test_markdown() -> None:
         "| --- | --- | --- |",
         "| fp4 | 2,675,000 | needs 550 GB |",
     ]
+
+
+def test_groups_of_two_sizes_are_two_rows(tiny_shape: None) -> None:
+    """A token is 128 bytes of codes, and 8 scales of two bytes for groups of 32, 4 for those of
+    64; 100,000 bytes are free."""
+    kv_caches = tuple(KVCacheConfig("fp4", "fp4", size) for size in (32, 64))
+    with patch.object(kv_table, "free_memory", free(100_000)):
+        given = TableOptions({}, kv_caches, contexts=(40, 70), batches=(1,), page_size=16)
+        found = list(measure_cells(named_shape("tiny"), given, "cpu"))
+    assert [(r["kv"], r["kv_group_size"]) for r in found] == [("fp4", s) for s in (32, 32, 64, 64)]
+    rows = [line.split(" | ")[:2] for line in batch_table(found)[2:]]
+    assert rows == [["| fp4 in groups of 32", "694"], ["| fp4 in groups of 64", "735"]]
+    assert list(lines_of(found)[1]) == ["fp4 in groups of 32", "fp4 in groups of 64"]
+
+
+def test_names_of_rows() -> None:
+    """Records without a number have groups of 32."""
+    wide, same = {"kv_group_size": 64}, {"kv_group_size": 32}
+    one = record("fp4", 1, 1024)
+    assert row_names([one, one | same, record("int8", 1, 1024) | wide]) == [
+        *("fp4", "fp4", "int8 in groups of 64"),
+    ]
+    assert row_names([one, one | wide]) == ["fp4 in groups of 32", "fp4 in groups of 64"]
+
+
+def test_cells_lie_below_their_contexts() -> None:
+    """Whatever their order; one that is missing is left out."""
+    refused = {c: record("fp4", 1, c, refused="no", needs_gb=c / 1e3) for c in (1000, 2000, 3000)}
+    other = record("int8", 1, 3000, refused="no", needs_gb=9.0)
+    lines = batch_table([refused[3000], refused[1000], refused[2000], other])
+    assert lines[0] == "| KV cache | tokens that fit | 1,000 tokens | 2,000 tokens | 3,000 tokens |"
+    assert lines[2:] == [
+        "| fp4 | 2,675,000 | needs 1 GB | needs 2 GB | needs 3 GB |",
+        "| int8 | 2,675,000 | - | - | needs 9 GB |",
+    ]
+
+
+def test_the_table_in_the_repository_is_that_of_its_records() -> None:
+    path = ROOT / "bench" / "results" / "kv-table-h200.json"
+    assert markdown(json.loads(path.read_text())) == path.with_suffix(".md").read_text()
 
 
 def test_lines_leave_out_what_was_refused() -> None:
