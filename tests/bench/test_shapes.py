@@ -53,6 +53,13 @@ def test_a_small_copy(name: str) -> None:
     assert small["hidden_size"] < whole["hidden_size"]
 
 
+@pytest.mark.parametrize(("window", "expected"), [(4096, 24), (8, 8), (None, None)])
+def test_the_window_of_a_small_copy(window: int | None, expected: int | None) -> None:
+    raw = SHAPES["mixtral-8x7b"] | {"sliding_window": window}
+    assert small_copy(raw)["sliding_window"] == expected
+    assert "sliding_window" not in small_copy(SHAPES["mixtral-8x7b"])
+
+
 def test_a_small_copy_of_lists_by_layer() -> None:
     raw = SHAPES["qwen3-30b-a3b"] | {"mlp_only_layers": [0, 7], "layer_types": ["x"] * 48}
     assert len(from_config(small_copy(raw), "small").spec.layers) == 2
