@@ -8,6 +8,7 @@ import math
 import os
 import threading
 from collections.abc import Generator, Iterable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from types import TracebackType
@@ -25,6 +26,7 @@ from npmoe.engine.request import Request
 from npmoe.engine.runner import Runner
 from npmoe.engine.scheduler import Scheduler
 from npmoe.errors import (
+    NumericalError,
     OutOfMemory,
     PromptError,
     TokenizerError,
@@ -100,9 +102,8 @@ class LLM:
         for debugging: steps run without CUDA graphs and wait for the host. The CPU always looks.
         If one is NaN or infinite, a request raises NumericalError; then load the model anew.
 
-        Raises CheckpointError, UnsupportedModel, TokenizerError, OutOfMemory, DeviceError,
-        ValueError for an argument out of range, and, on the CPU, which runs a token 0 here,
-        NumericalError.
+        Raises CheckpointError, UnsupportedModel, TokenizerError, OutOfMemory, DeviceError, and
+        ValueError for an argument out of range.
         """
         self._quiet = not progress
         self._options = options = EngineConfig(
@@ -178,7 +179,8 @@ class LLM:
                 ids = span % self.config.vocab_size
                 slots = table[0] if cache.has_slots else None
                 batch = Batch(ids, span, span, ends, length, table, last, variant, slots)
-                model.forward(batch, cache.layers)
+                with suppress(NumericalError):  # of tokens that belong to no request
+                    model.forward(batch, cache.layers)
         finally:
             notice.cancel()
 

@@ -75,7 +75,10 @@ def test_gpt_oss() -> None:
     assert "gate_up_mxfp4" in gpu.launched
 
 
-def test_only_what_belongs_to_a_request_is_checked(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_what_belongs_to_a_request_is_checked(
+    device: str, folder: Path, tmp_path: Path
+) -> None:
     """The embedding of token 0, which first runs and unused rows take, is infinite."""
     reason = missing()
     if reason is not None:
@@ -86,7 +89,7 @@ def test_only_what_belongs_to_a_request_is_checked(folder: Path, tmp_path: Path)
     tensors["model.embed_tokens.weight"][0] = np.inf
     save_file(tensors, path)
     options = {"max_num_seqs": 4, "check_finite": True, **OPTIONS}
-    with fake_gpu(), npmoe.LLM(broken, device="cuda", **options) as llm:
+    with fake_gpu(), npmoe.LLM(broken, device=device, **options) as llm:
         params = npmoe.SamplingParams(temperature=0, max_tokens=2, logit_bias={0: -100.0})
         assert len(llm.generate([[5, 6], [7], [8, 9, 10]], params)) == 3
         with pytest.raises(NumericalError, match="layer 0: a key or value of position 1 is NaN"):
