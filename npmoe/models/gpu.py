@@ -92,8 +92,8 @@ def check_gpu_support(
 
 def prepare_for_gpu(parameter: Parameter, w: QuantTensor) -> QuantTensor | Array:
     """A matrix on the device as the decode kernels read it: tables and routers as bf16 bits, others
-    as fragments; expert gate and up rows alternate. Widths are padded to 128 with zeros, those of
-    the hidden state, wherever it is a matrix's rows or columns, among them."""
+    as fragments; expert gate and up rows alternate. Widths are filled up with zeros as `padded` has
+    it, that of the hidden state, whether it is a matrix's rows or its columns, among them."""
     if parameter.part in (ROUTER, TABLE):
         return _pad_columns(w).codes
     w = with_row_scales(w)  # of blocks of rows nothing is left when rows move
@@ -162,7 +162,7 @@ def _alternate(w: QuantTensor) -> QuantTensor:
 
 
 def _pad_columns(w: QuantTensor) -> QuantTensor:
-    """K padded to a multiple of 128 with zero codes and zero scales."""
+    """K padded, as `padded` has it, with zero codes and zero scales."""
     *lead, columns = w.shape
     target = padded(columns)
     if target == columns:
@@ -177,7 +177,7 @@ def _pad_columns(w: QuantTensor) -> QuantTensor:
 
 
 def _pad_rows(w: QuantTensor) -> QuantTensor:
-    """Rows padded to a multiple of 128, likewise."""
+    """Rows padded to as many as such columns would be, likewise."""
     xp = array_namespace(w.codes)
     *lead, rows, columns = w.shape
     target = padded(rows)
