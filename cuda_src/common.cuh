@@ -9,6 +9,10 @@
 #define CPU_KERNEL_OF(name, blocks_in_turns, blocks_a_cluster)
 #endif
 
+#ifndef NORM_SIZE  // columns of which the mean of a norm is
+#define NORM_SIZE K
+#endif
+
 constexpr u32 ALL_LANES = 0xffffffffu;
 #define INFINITE __uint_as_float(0x7f800000u)
 

@@ -24,7 +24,7 @@
 //   down     u8 records [EXPERTS][HIDDEN / 16][WIDTH / 128]     in
 //   up_bias  float32 [EXPERTS][2 WIDTH]             in, where BIASED: gate and up in turn
 //   down_bias float32 [EXPERTS][HIDDEN]             in, where BIASED
-//   alpha, limit, offset float32                    looked at where CLAMPED; otherwise g sigmoid(g) u it is
+//   alpha, limit, offset float32                    in, where CLAMPED; or else 1, infinity and 0 are meant
 //   chosen_ids int32 [tokens][TOP_K]                out of gate_up, EMPTY before its launch, in of down
 //   chosen_weights float32 [tokens][TOP_K]          the same where BIASED, whatever it holds before
 //   router_logits float32 [tokens][EXPERTS]         in
@@ -52,12 +52,12 @@
 // Numerics: see gemv.cuh; the norm factor is applied in float32 to the finished sums, the combine
 // weight to hidden, so that `down` sums over experts as over columns. In the grouped kernels a token's
 // sums do not depend on its column, nor on other tokens; combine adds in the order of k, then to residual.
-#include "gemv.cuh"
-#include "route.cuh"
-
 #ifndef NORM_SIZE
 #define NORM_SIZE HIDDEN
 #endif
+#include "gemv.cuh"
+#include "route.cuh"
+
 #ifndef BIASED
 #define BIASED 0
 #endif

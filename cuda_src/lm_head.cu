@@ -16,10 +16,6 @@
 // the lower row wins.
 #include "gemv.cuh"
 
-#ifndef NORM_SIZE
-#define NORM_SIZE K
-#endif
-
 #if K % 128 != 0 || TOKENS < 1 || TOKENS > 8
 #error "lm_head needs K in multiples of 128 and TOKENS 1 to 8"
 #endif

@@ -14,10 +14,6 @@
 // Numerics: see gemv.cuh; norm factor and bias are applied in float32 to the finished sum.
 #include "gemv.cuh"
 
-#ifndef NORM_SIZE
-#define NORM_SIZE K
-#endif
-
 #if K % 128 != 0 || TOKENS < 1 || TOKENS > 8
 #error "qkv needs K in multiples of 128 and TOKENS 1 to 8"
 #endif

@@ -13,10 +13,6 @@
 // Numerics: float32 products and sums; lanes by a butterfly, then warps in order.
 #include "common.cuh"
 
-#ifndef NORM_SIZE
-#define NORM_SIZE K
-#endif
-
 #if K % 128 != 0
 #error "route needs K in multiples of 128"
 #endif

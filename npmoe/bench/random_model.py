@@ -12,7 +12,7 @@ from npmoe.kv.states import RecurrentState
 from npmoe.kv.storage import key_value_dims
 from npmoe.models.cache import ModelCache
 from npmoe.models.conversion import cannot_be
-from npmoe.models.gpu import prepare_for_gpu, prepare_vector
+from npmoe.models.kernel_layout import prepare_for_gpu, prepare_vector
 from npmoe.models.parameters import TABLE, VECTOR, Parameter
 from npmoe.models.specs import ModelSpec
 from npmoe.ops.linear import prepare_linear

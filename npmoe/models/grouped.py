@@ -43,9 +43,9 @@ class GroupedExperts:
         xp = cupy()
         self.num_tokens, self.hidden_size, self.width = num_tokens, hidden_size, width
         self.mlp, self.router, self.blocks, self.bulk = mlp, mlp.router, blocks, bulk
-        self.macros, router = macros, mlp.router
+        self.macros = macros
         self.shared_bytes, self.pairs_at_once = shared_bytes, min(pairs_at_once, num_tokens)
-        experts, each = router.num_experts, router.top_k
+        experts, each = self.router.num_experts, self.router.top_k
         self.topk_weights = xp.zeros((num_tokens, each), xp.float32)
         self.topk_ids = xp.zeros((num_tokens, each), xp.int32)
         self.expert_counts = xp.zeros(experts, xp.int32)
@@ -143,11 +143,11 @@ class GroupedExperts:
 
 
 def expert_macros(mlp: ExpertSpec) -> dict[str, int]:
-    """What the kernels of cuda_src/experts.cu must know of biases and activation, if anything."""
+    """Macros of cuda_src/experts.cu that biases and the activation ask for."""
     macros = {"BIASED": mlp.bias, "CLAMPED": mlp.activation != PLAIN}
     return {name: 1 for name, wanted in macros.items() if wanted}
 
 
 def activation_arguments(kind: SwiGLU) -> tuple[float, float, float]:
-    """What they take of it."""
+    """alpha, limit and offset, as those kernels take them."""
     return kind.alpha, kind.limit, kind.offset

@@ -13,7 +13,7 @@ from npmoe.kv.storage import check_kv_format
 from npmoe.models.cache import num_state_slots, sequence_bytes, token_bytes
 from npmoe.models.conversion import format_bytes, group_as, loaded_formats, running_bytes
 from npmoe.models.decode import KV_CODES
-from npmoe.models.gpu import prepared_bytes
+from npmoe.models.kernel_layout import prepared_bytes
 from npmoe.models.parameters import TABLE, VECTOR
 from npmoe.models.stored import OpenModel
 from npmoe.models.upload import staging_bytes

@@ -12,7 +12,7 @@ from npmoe.dtypes import Array, array_namespace
 from npmoe.formats.fragments import COLUMNS, LAYOUT, RECORD_BYTES, ROWS, padded
 from npmoe.formats.quant_tensor import DEFAULT_GROUP_SIZE, QuantTensor
 from npmoe.models.conversion import convert_parameter
-from npmoe.models.gpu import adds_to_hidden, alternates, prepare_for_gpu, prepared_rows
+from npmoe.models.kernel_layout import alternates, prepare_for_gpu, prepared_rows
 from npmoe.models.parameters import ROUTER, TABLE, Parameter
 from npmoe.models.stream import W_CODES
 from npmoe.runtime.launch import launch
@@ -99,13 +99,14 @@ def _lead(parameter: Parameter, w: QuantTensor, done: list[QuantTensor]) -> tupl
 
 
 def _parts(parameter: Parameter, w: QuantTensor, target: str) -> Iterator[QuantTensor]:
-    """`w` along its first axis. A matrix whose rows share a scale, or will, stays whole."""
+    """`w` along its first axis. A matrix whose rows share a scale, or will, or are filled up, stays
+    whole."""
     each = 4 * math.prod(w.shape[1:])
     count = max(1, PART_BYTES // each)
     if not parameter.stacked:
-        unit = COLUMNS if adds_to_hidden(parameter) else ROWS  # only the last part is padded
-        count = max(1, count // unit) * unit
-        if w.block[0] > 1 or "nvfp4" in (w.format, target):
+        count = max(1, count // ROWS) * ROWS
+        is_filled_up = prepared_rows(parameter) != w.shape[0]
+        if is_filled_up or w.block[0] > 1 or "nvfp4" in (w.format, target):
             count = w.shape[0]
     if count >= w.shape[0]:
         yield w

@@ -10,7 +10,7 @@ from npmoe.formats.fragments import RECORDS
 from npmoe.kv.storage import check_kv_format
 from npmoe.models.cache import token_bytes, window_bytes
 from npmoe.models.conversion import format_bytes, group_as, running_bytes
-from npmoe.models.gpu import prepared_bytes
+from npmoe.models.kernel_layout import prepared_bytes
 from npmoe.models.parameters import TABLE, VECTOR, Parameter
 from npmoe.models.specs import LatentSpec, ModelSpec
 from npmoe.models.stored import OpenModel, Storage, expected_tensors, stored_words

@@ -15,7 +15,7 @@ import numpy as np
 from npmoe.dtypes import SAFETENSORS_DTYPES, Array, gigabytes
 from npmoe.formats.quant_tensor import DEFAULT_GROUP_SIZE, QuantTensor
 from npmoe.models.conversion import cannot_be, format_bytes
-from npmoe.models.gpu import prepare_vector
+from npmoe.models.kernel_layout import prepare_vector
 from npmoe.models.own_layout import stored_arrays
 from npmoe.models.parameters import VECTOR, Parameter
 from npmoe.models.prepare import FLAG_WORDS, prepare_matrix

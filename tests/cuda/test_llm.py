@@ -16,7 +16,6 @@ from npmoe.config import KVCacheConfig
 from npmoe.errors import NumericalError
 from npmoe.models import decode
 from tests.cli_fixtures import make_checkpoint
-from tests.cuda.build import missing
 from tests.cuda.fake_gpu import fake_gpu
 from tests.helpers import GOLDEN
 
@@ -42,9 +41,6 @@ def test_the_text_of_the_cpu_under_ranges_or_not(
     nvtx: bool, check_finite: bool, folder: Path
 ) -> None:
     """And under checks of keys and values or not."""
-    reason = missing()
-    if reason is not None:
-        pytest.skip(reason)
     with npmoe.LLM(folder, device="cpu", **OPTIONS) as cpu:
         expected = cpu.generate([5, 6], GREEDY).token_ids
     options = {"nvtx": nvtx, "check_finite": check_finite, **OPTIONS}
@@ -58,9 +54,6 @@ def test_the_text_of_the_cpu_under_ranges_or_not(
 def test_gpt_oss() -> None:
     """Biases everywhere, sinks, windows shorter than the prompt, clamped SwiGLU, MXFP4 experts, and
     widths that fill a part of the kernels' columns."""
-    reason = missing()
-    if reason is not None:
-        pytest.skip(reason)
     options = {"max_seq_len": 64, "kv_cache": "bf16", "progress": False}
     params = npmoe.SamplingParams(temperature=0, max_tokens=4, logprobs=1)
     prompt = np.random.default_rng(1).integers(0, 128, 30).tolist()
@@ -80,9 +73,6 @@ def test_only_what_belongs_to_a_request_is_checked(
     device: str, folder: Path, tmp_path: Path
 ) -> None:
     """The embedding of token 0, which first runs and unused rows take, is infinite."""
-    reason = missing()
-    if reason is not None:
-        pytest.skip(reason)
     broken = shutil.copytree(folder, tmp_path / "broken")
     path = broken / "model.safetensors"
     tensors = load_file(path)
@@ -98,9 +88,6 @@ def test_only_what_belongs_to_a_request_is_checked(
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_the_check_of_the_bench_notices_a_window_that_is_ignored(ignored: bool) -> None:
-    reason = missing()
-    if reason is not None:
-        pytest.skip(reason)
     raw = SHAPES["mixtral-8x7b"] | {"sliding_window": 4096}
 
     with fake_gpu(), patch.object(check, "STEPS", 3):

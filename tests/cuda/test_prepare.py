@@ -7,7 +7,7 @@ from npmoe.formats.floats import encode_bf16
 from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.models import prepare
 from npmoe.models.conversion import convert_parameter
-from npmoe.models.gpu import prepare_for_gpu
+from npmoe.models.kernel_layout import prepare_for_gpu
 from npmoe.models.parameters import ROUTER, Parameter
 from npmoe.models.prepare import (
     KERNELS,
@@ -138,7 +138,10 @@ def test_which_matrices_have_a_kernel(
 
 @pytest.mark.parametrize("target", ["fp4", "fp8", "int4_asym", "nvfp4"])
 @pytest.mark.parametrize("part_bytes", [1, 40_000, 1 << 30])
-@pytest.mark.parametrize(("name", "part", "shape"), SHAPES)
+@pytest.mark.parametrize(
+    ("name", "part", "shape"),
+    [*SHAPES, ("o_proj", "attention", (2080, 96))],  # 2304 rows, whatever parts it could come in
+)
 def test_array_code_in_parts_gives_the_same(
     monkeypatch: pytest.MonkeyPatch,
     name: str,

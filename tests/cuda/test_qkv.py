@@ -18,7 +18,8 @@ from tests.helpers import relative_error
 
 EPS = 1e-5
 SPECIALISATIONS = [  # format, K, TOKENS, row tiles a block at most, chunks in the ring
-    pytest.param("fp4", 128, 1, 10, 2, marks=pytest.mark.sanitize),  # one slice: warps without work
+    # One slice: warps without work.
+    pytest.param(("fp4", 128, 1, 10, 2), marks=pytest.mark.sanitize),
     ("fp4", 128, 1, 10, 5),  # tiles in pairs
     ("mxfp4", 1024, 2, 10, 4),  # the same in two chunks
     ("fp4", 1152, 8, 4, 0),  # nine slices on eight warps
@@ -37,20 +38,10 @@ LAUNCHES = [  # tokens at most, rows, blocks, bias
 ]
 
 
-@pytest.mark.parametrize(("tokens", "rows", "blocks", "biased"), LAUNCHES)
-@pytest.mark.parametrize(("fmt", "columns", "max_tokens", "tiles", "ring"), SPECIALISATIONS)
-def test_qkv(
-    fmt: str,
-    columns: int,
-    max_tokens: int,
-    tiles: int,
-    ring: int,
-    tokens: int,
-    rows: int,
-    blocks: int,
-    biased: bool,
-) -> None:
-    check_qkv(fmt, columns, max_tokens, tiles, ring, tokens, rows, blocks, biased)
+@pytest.mark.parametrize("launched", LAUNCHES, ids=str)
+@pytest.mark.parametrize("specialisation", SPECIALISATIONS, ids=str)
+def test_qkv(specialisation: tuple, launched: tuple) -> None:
+    check_qkv(*specialisation, *launched)
 
 
 def check_qkv(
@@ -102,7 +93,7 @@ def test_activations_pass_through_a_window(
     fmt: str, tiles: int, rows: int, blocks: int, columns: int
 ) -> None:
     """24 slices in chunks of four for four warps, or 23 one by one; a block reads each once."""
-    test_qkv(fmt, columns, 1, tiles, 5, tokens=1, rows=rows, blocks=blocks, biased=True)
+    check_qkv(fmt, columns, 1, tiles, 5, tokens=1, rows=rows, blocks=blocks, biased=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

@@ -11,7 +11,7 @@ import pytest
 from npmoe.dtypes import Array
 from npmoe.formats.fragments import COLUMNS, RECORDS, ROWS, to_fragments
 from npmoe.formats.quant_tensor import QuantTensor, concatenate_rows, quantize, stack
-from npmoe.models.gpu import prepare_for_gpu, prepared_bytes
+from npmoe.models.kernel_layout import prepare_for_gpu, prepared_bytes
 from npmoe.models.parameters import Parameter
 from npmoe.ops.linear import linear_ref
 from tests.cuda.support import TOLERANCE, streaming

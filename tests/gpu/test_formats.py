@@ -7,7 +7,7 @@ import pytest
 
 from npmoe.formats.fragments import COLUMNS, RECORDS, ROWS, to_fragments
 from npmoe.formats.quant_tensor import QuantTensor, quantize
-from npmoe.models.gpu import prepare_for_gpu
+from npmoe.models.kernel_layout import prepare_for_gpu
 from npmoe.models.parameters import Parameter
 from npmoe.models.stream import W_CODES, Stream
 from npmoe.runtime.device import cupy, to_device

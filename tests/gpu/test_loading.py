@@ -11,7 +11,7 @@ from npmoe.errors import DeviceError, OutOfMemory
 from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.models.conversion import convert_parameter, loaded_formats
 from npmoe.models.convert import convert_checkpoint
-from npmoe.models.gpu import prepare_for_gpu, prepare_vector
+from npmoe.models.kernel_layout import prepare_for_gpu, prepare_vector
 from npmoe.models.parameters import VECTOR, Parameter
 from npmoe.models.prepare import KERNELS, prepare_matrix
 from npmoe.models.stored import open_model, read_parameter

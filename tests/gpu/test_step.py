@@ -15,7 +15,7 @@ from npmoe.formats.quant_tensor import QuantTensor, quantize
 from npmoe.kv.storage import KVCache
 from npmoe.models import stream
 from npmoe.models.decode import LONG_CONTEXT, DecodeStep, Tuning
-from npmoe.models.gpu import prepare_for_gpu, prepare_vector
+from npmoe.models.kernel_layout import prepare_for_gpu, prepare_vector
 from npmoe.models.layers import CausalLM
 from npmoe.models.parameters import VECTOR, TensorNames, decoder_parameters
 from npmoe.models.specs import AttentionSpec, ExpertSpec, LayerSpec, ModelSpec, RouterSpec

@@ -18,7 +18,7 @@ from npmoe.formats.quant_tensor import QuantTensor
 from npmoe.models import prepare, upload
 from npmoe.models.conversion import chosen_formats, conversions, convert_parameter, loaded_formats
 from npmoe.models.convert import convert_checkpoint
-from npmoe.models.gpu import prepare_for_gpu, prepare_vector
+from npmoe.models.kernel_layout import prepare_for_gpu, prepare_vector
 from npmoe.models.memory import need_of
 from npmoe.models.parameters import VECTOR
 from npmoe.models.stored import OpenModel, open_model, read_parameter
